@@ -1,0 +1,1 @@
+"""Runs it and looks into it: command line, supervisor, embedded server, models, benchmarks."""

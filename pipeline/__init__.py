@@ -1,0 +1,1 @@
+"""Messages, transport, flow control and the worker harness: what moves between stages, and how."""

@@ -1,0 +1,1 @@
+"""One folder per process, plus the engine and the text code they share."""

@@ -1,0 +1,1 @@
+"""The exact engine: model, kernels, paged KV, sampling, speculation. Knows tensors and no queues."""

@@ -1,0 +1,1 @@
+"""Drafters: where the tokens to verify come from."""
