@@ -34,7 +34,7 @@ class GgufWeights:
         if tensor.tensor_type not in ACCEPTED:
             accepted = ", ".join(kind.name for kind in ACCEPTED)
             raise UnsupportedModelError(f"{tensor.name} is {tensor.tensor_type.name}; accepted are {accepted}")
-        return np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        return np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32, order="C")
 
     def query_key_value(self, layer: int) -> tuple[Matrix, Matrix, Matrix]:
         """Projections of one layer: q [H * D, hidden], k and v [KV * D, hidden], with rotary halves side by side."""

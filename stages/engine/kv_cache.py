@@ -4,27 +4,15 @@ Owns the memory. A page holds all layers of 64 absolute positions of one sequenc
 block table. K is transposed inside a page, as attention.py reads it. Knows nothing about requests or blobs.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_store.codecs.base import Codec
 from kv_store.layout import PAGE_TOKENS, KvLayout
+from kv_store.packing import PageArrays
 
 
 class OutOfPagesError(RuntimeError):
     """More pages were asked for than are free; callers ask `can_allocate` first."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageView:
-    """The arrays of one page, shared with the cache: keys [L, KV, D, 64], values [L, KV, 64, D], scales [L, KV, 64]."""
-
-    keys: NDArray[np.generic]
-    key_scales: NDArray[np.float32]
-    values: NDArray[np.generic]
-    value_scales: NDArray[np.float32]
 
 
 class PagedKvCache:
@@ -68,9 +56,9 @@ class PagedKvCache:
         pages.clear()
         assert len(self._free) <= self.num_pages, "a page was freed twice"
 
-    def page(self, index: int) -> PageView:
-        """Views of one page's memory."""
-        return PageView(self.keys[index], self.key_scales[index], self.values[index], self.value_scales[index])
+    def page(self, index: int) -> PageArrays:
+        """Views of one page's memory, to copy out of or into."""
+        return PageArrays(self.keys[index], self.key_scales[index], self.values[index], self.value_scales[index])
 
 
 def pages_for(num_tokens: int) -> int:

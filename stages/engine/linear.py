@@ -6,6 +6,8 @@ rows and threads. Ranges: activations use all of -127..127; weights stop at 100,
 saturate beyond that (docs/arithmetic.md has the measurements). Knows nothing about what a layer means.
 """
 
+import warnings
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -23,7 +25,10 @@ class Int8Linear:
         values = torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32))
         scales = (values.abs().amax(1).double() / WEIGHT_LEVELS).clamp(min=1e-12)
         zeros = torch.zeros(len(values), dtype=torch.long)
-        quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
+        with warnings.catch_warnings():
+            # torch plans to drop quantised tensor types; the pinned version has them, and FBGEMM packs no other.
+            warnings.filterwarnings("ignore", message=".*quantized tensor creation.*", category=UserWarning)
+            quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
 
     def __call__(self, rows: torch.Tensor) -> NDArray[np.float32]:

@@ -1,0 +1,1 @@
+"""What several stages share: output text, sampling values, the handshake, KV in and out of blobs."""

@@ -1,0 +1,66 @@
+"""An engine ready to serve: model, cache, fingerprint, and the one thread that may compute.
+
+Owns that thread: numpy, torch and numba release the interpreter lock, so the event loop that feeds the engine stays
+awake while it computes. Page bookkeeping (allocate, free) belongs to the event loop's thread, never to this one.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import numba
+import torch
+
+from kv_store.codecs.registry import codec_named
+from stages.engine.config import ModelConfig, open_gguf
+from stages.engine.fingerprint import Fingerprint, fingerprint
+from stages.engine.gguf_weights import GgufWeights
+from stages.engine.kv_cache import PagedKvCache
+from stages.engine.model import Model
+from stages.engine.weights import load_weights
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Engine:
+    """Use as a context manager; leaving it ends the thread."""
+
+    def __init__(self, model_path: Path, codec_name: str, num_pages: int, num_threads: int) -> None:
+        """Load the model and compute its fingerprint; takes seconds.
+
+        Raises:
+            UnsupportedModelError: The file holds a model this engine cannot run.
+        """
+        self._thread = ThreadPoolExecutor(1, "engine", initializer=_use_threads, initargs=(num_threads,))
+        codec = codec_named(codec_name)
+        self.model, self.fingerprint = self._thread.submit(_load, model_path, codec_name).result()
+        self.config: ModelConfig = self.model.config
+        self.codec = codec
+        self.cache = PagedKvCache(self.config.kv_layout, codec, num_pages)
+
+    async def compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in the engine's thread; calls are served one after the other."""
+        future = self._thread.submit(function, *args, **kwargs)
+        return await asyncio.wrap_future(future)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _use_threads(num_threads: int) -> None:
+    """Both libraries keep the setting per calling thread, so the engine's thread makes it."""
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+
+
+def _load(model_path: Path, codec_name: str) -> tuple[Model, Fingerprint]:
+    reader = open_gguf(model_path)
+    config = ModelConfig.from_gguf(reader)
+    model = Model(load_weights(GgufWeights(reader, config), config))
+    return model, fingerprint(model_path, model, codec_named(codec_name))
