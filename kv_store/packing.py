@@ -66,9 +66,7 @@ def pages_of(payload: Buffer, layout: KvLayout, codec: Codec, num_tokens: int) -
 
 def pack(pages: Sequence[PageArrays], layout: KvLayout, codec: Codec, num_tokens: int) -> bytes:
     """Packed payload of a chunk that lies in `pages` (its last page may be partly filled)."""
-    codes = np.empty(
-        (layout.num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim), codec.code_dtype
-    )
+    codes = np.empty((layout.num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim), codec.code_dtype)
     scales = np.empty(codes.shape[:-1], np.float32)
     for index, page in enumerate(pages):
         first = index * PAGE_TOKENS
@@ -81,9 +79,7 @@ def pack(pages: Sequence[PageArrays], layout: KvLayout, codec: Codec, num_tokens
     return codes.tobytes() + codec.pack_scales(scales).tobytes()
 
 
-def unpack(
-    payload: Buffer, pages: Sequence[PageArrays], layout: KvLayout, codec: Codec, num_tokens: int
-) -> None:
+def unpack(payload: Buffer, pages: Sequence[PageArrays], layout: KvLayout, codec: Codec, num_tokens: int) -> None:
     """Write a packed payload into an engine's pages.
 
     Raises:
@@ -121,9 +117,7 @@ def _page_at(payload: Buffer, offset: int, layout: KvLayout, codec: Codec) -> Pa
     keys = np.frombuffer(payload, codec.code_dtype, num_codes, offset)
     values = np.frombuffer(payload, codec.code_dtype, num_codes, offset + keys.nbytes)
     key_scales = np.frombuffer(payload, np.float32, num_scales, offset + 2 * keys.nbytes)
-    value_scales = np.frombuffer(
-        payload, np.float32, num_scales, offset + 2 * keys.nbytes + key_scales.nbytes
-    )
+    value_scales = np.frombuffer(payload, np.float32, num_scales, offset + 2 * keys.nbytes + key_scales.nbytes)
     return PageArrays(
         keys=keys.reshape(*heads, layout.head_dim, PAGE_TOKENS),
         key_scales=key_scales.reshape(*heads, PAGE_TOKENS),

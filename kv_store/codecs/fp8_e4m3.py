@@ -29,7 +29,7 @@ class Fp8E4m3:
         """Smallest power of two s with max|row| / s <= 448; 1 for a row of zeros."""
         maximum = row_maximum(rows)
         mantissa, exponent = np.frexp(maximum)  # maximum = mantissa * 2^exponent, mantissa in [0.5, 1)
-        # 448 = 0.875 * 2^9, so maximum / 2^k <= 448 holds from k = exponent - 9 on if mantissa <= 0.875, else one later.
+        # 448 = 0.875 * 2^9: maximum / 2^k <= 448 from k = exponent - 9 on if mantissa <= 0.875, else from one later.
         exponent = exponent - 9 + (mantissa > np.float32(0.875))
         exponent = np.clip(exponent, SMALLEST_EXPONENT, LARGEST_EXPONENT)
         return np.where(maximum == 0, np.float32(1), np.ldexp(np.float32(1), exponent)).astype(np.float32)

@@ -1,7 +1,7 @@
 """int8 with a scale per row whose mantissa has 3 bits: 8.25 bits an element at head_dim 64.
 
 At the same size ten times closer than FP8 on small models (docs/quality.md). A code has 7 magnitude bits and the
-scale 4 significant bits, so their product is exact in fp32 and rounding a rounded row with its own scale changes nothing.
+scale 4 significant bits, so their product is exact in fp32: rounding a rounded row with its own scale changes nothing.
 """
 
 import numpy as np

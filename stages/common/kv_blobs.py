@@ -60,7 +60,7 @@ class KvFormat:
             KvStoreError: The blob is missing or damaged.
             BlobMismatchError: It is another chunk, or was computed by other arithmetic.
         """
-        with pool.open(ref) as (header, payload):
+        with pool.read(ref) as (header, payload):
             self.check(header, BlobKind.PACKED, chunk)
             unpack(payload, pages, self.layout, self.codec, chunk.num_tokens)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipeline import wire
-from pipeline.messages import Delta, Failure, FinishReason, Stamp, Terminal, TokenLogprobs, Usage
+from pipeline.messages import Delta, FinishReason, Stamp, Terminal, TokenLogprobs, Usage
 from pipeline.transport import Emit, Finish
 from stages.engine.sampling import SampledToken
 from stages.engine.sequence import Sequence as EngineSequence
@@ -31,11 +31,6 @@ def finish(reason: FinishReason, text: str, sequence: EngineSequence, stamps: tu
     )
     terminal = Terminal(finish_reason=reason, text=text, usage=usage, stamps=stamps)
     return Finish(wire.pack(terminal), "finished")
-
-
-def fail(failure: Failure, stamps: tuple[Stamp, ...] = ()) -> Finish:
-    """Effect that ends a request with an error."""
-    return Finish(wire.pack(Terminal(finish_reason="error", failure=failure, stamps=stamps)), "failed")
 
 
 def _logprobs(token: SampledToken) -> TokenLogprobs:

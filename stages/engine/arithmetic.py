@@ -33,17 +33,17 @@ _EXP_HIGH = np.float32(88.0)
 _EXPONENT_BIAS = np.int32(127)
 
 
-def compiled(function: Callable[..., Any]) -> Any:  # noqa: ANN401  numba dispatchers have no type
+def compiled(function: Callable[..., Any]) -> Any:
     """Compile for one thread, cached on disk, without holding the interpreter lock."""
     return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
-def compiled_parallel(function: Callable[..., Any]) -> Any:  # noqa: ANN401  numba dispatchers have no type
+def compiled_parallel(function: Callable[..., Any]) -> Any:
     """Compile with `prange` over several threads; iterations must not share anything they write."""
     return numba.njit(cache=True, nogil=True, error_model="numpy", parallel=True)(function)
 
 
-def inlined(function: Callable[..., Any]) -> Any:  # noqa: ANN401  numba dispatchers have no type
+def inlined(function: Callable[..., Any]) -> Any:
     """Compile as a part of other kernels."""
     return numba.njit(cache=True, nogil=True, error_model="numpy", inline="never")(function)
 

@@ -113,7 +113,21 @@ def _store_value(x, n, codes, scales, slot):
         codes[slot, d] = row_code(codes, x[d], scale)
 
 
-def _split_heads(qkv, in_scale, cosines, sines, positions, pages, layer, query_factor, query, keys, key_scales, values, value_scales):
+def _split_heads(
+    qkv,
+    in_scale,
+    cosines,
+    sines,
+    positions,
+    pages,
+    layer,
+    query_factor,
+    query,
+    keys,
+    key_scales,
+    values,
+    value_scales,
+):
     """Rotate q and k, write k and v to the cache in their canonical rounding, leave q for attention.
 
     Q and K are Hadamard-rotated inside each head after the rotary embedding: scores do not change, and the rounding of
@@ -154,11 +168,11 @@ def _split_heads(qkv, in_scale, cosines, sines, positions, pages, layer, query_f
 class RowKernel:
     """One kernel compiled twice: for few rows on this thread, for many rows over all threads; same bits."""
 
-    def __init__(self, function) -> None:  # noqa: ANN001  numba compiles plain functions
+    def __init__(self, function) -> None:
         self._few = compiled(function)
         self._many = compiled_parallel(function)
 
-    def __call__(self, rows, *arguments) -> None:  # noqa: ANN001, ANN002  forwarded to a compiled function
+    def __call__(self, rows, *arguments) -> None:
         """Run over `rows` (its length chooses the variant)."""
         (self._many if len(rows) >= PARALLEL_ROWS else self._few)(rows, *arguments)
 

@@ -84,9 +84,7 @@ def _row_code(codes, value, scale):
     if codes.dtype == types.uint8:
         return lambda codes, value, scale: _fp8_code(value / scale)
     if codes.dtype == types.int8:
-        return lambda codes, value, scale: np.int8(
-            min(max(np.rint(value / scale), -_INT8_LARGEST), _INT8_LARGEST)
-        )
+        return lambda codes, value, scale: np.int8(min(max(np.rint(value / scale), -_INT8_LARGEST), _INT8_LARGEST))
     return lambda codes, value, scale: value
 
 

@@ -2,8 +2,8 @@
 
 Order of processing (docs/arithmetic.md): logit bias; repetition penalty over prompt and output; frequency and presence
 penalties over output; temperature; top-k; min-p; top-p; then the inverse of the cumulative distribution in order of
-token id, at the uniform number keyed by (seed, n). Below temperature 1e-5 the largest processed logit wins; ties go to the
-lower id everywhere. Logprobs are those of the unprocessed logits. No state but the tokens themselves.
+token id, at the uniform number keyed by (seed, n). Below temperature 1e-5 the largest processed logit wins. Ties go to
+the lower id everywhere. Logprobs are those of the unprocessed logits. No state but the tokens themselves.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,11 @@ class SamplingSpec:
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and filters acts before the choice."""
-        penalised = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        penalised = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
         return penalised or bool(self.logit_bias)
 
 

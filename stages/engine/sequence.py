@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import Literal
 
 from stages.engine.sampling import SampledToken, SamplingSpec, TokenHistory
 from stages.engine.speculation.drafter import Drafter
+
+EndReason = Literal["stop", "length"]
 
 
 @dataclass(slots=True)
@@ -46,7 +49,7 @@ class Sequence:
         """Prompt and output so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    def append(self, sampled: SampledToken) -> str | None:
+    def append(self, sampled: SampledToken) -> EndReason | None:
         """Add a chosen token; returns why the sequence ends with it, or None."""
         if self._history is not None:
             self._history.append(sampled.token_id)

@@ -6,7 +6,8 @@ does not depend on whether, or how well, anybody drafts. Knows nothing about que
 tells the caller's verdict on each token.
 """
 
-from collections.abc import Callable, Iterator, Sequence as Sequences
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +17,11 @@ from stages.engine.batch import RowBatch, Run
 from stages.engine.kv_cache import PagedKvCache
 from stages.engine.model import Model
 from stages.engine.sampling import SampledToken, sample
-from stages.engine.sequence import Sequence
+from stages.engine.sequence import EndReason, Sequence
 
 # Called with a sequence and a token just appended to it, and the engine's reason to end or None; returns the reason
 # that holds (a stop string may end what the engine would go on with).
-Accept = Callable[[Sequence, SampledToken, str | None], str | None]
+Accept = Callable[[Sequence, SampledToken, EndReason | None], EndReason | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,11 @@ def plan(sequences: Sequences[Sequence], num_speculative_tokens: int) -> list[Pl
 
 def run(planned: Sequences[Planned], model: Model, cache: PagedKvCache) -> NDArray[np.float32]:
     """Logits of every planned row, in order. Shapes: -> [rows, vocab]."""
-    runs = [
-        Run(p.token_ids, p.sequence.num_computed_tokens, p.sequence.block_table, len(p.token_ids)) for p in planned
-    ]
+    runs = [Run(p.token_ids, p.sequence.num_computed_tokens, p.sequence.block_table, len(p.token_ids)) for p in planned]
     return model.logits(RowBatch.from_runs(runs), cache)
 
 
-def commit(planned: Planned, logits: NDArray[np.float32], accept: Accept) -> str | None:
+def commit(planned: Planned, logits: NDArray[np.float32], accept: Accept) -> EndReason | None:
     """Sample the rows of one sequence and append what holds; returns why it ended, or None.
 
     Shapes: logits [rows, vocab]. Rows after the first refused draft are dropped; their KV slots lie after the last
@@ -80,9 +79,7 @@ def _rows_with_draft(planned: Planned, logits: NDArray[np.float32]) -> Iterator[
     yield from zip(logits, [*planned.draft_token_ids, None], strict=True)
 
 
-def prefill_chunk(
-    model: Model, cache: PagedKvCache, sequence: Sequence, num_tokens: int
-) -> NDArray[np.float32]:
+def prefill_chunk(model: Model, cache: PagedKvCache, sequence: Sequence, num_tokens: int) -> NDArray[np.float32]:
     """Compute the next num_tokens of a prompt; logits of the prompt's last token when the chunk reaches it.
 
     Shapes: -> [0 or 1, vocab].
@@ -93,3 +90,10 @@ def prefill_chunk(
     logits = model.logits(RowBatch.from_runs([Run(token_ids, start, sequence.block_table, int(last))]), cache)
     sequence.num_computed_tokens += len(token_ids)
     return logits
+
+
+def replay(model: Model, cache: PagedKvCache, sequence: Sequence) -> None:
+    """Compute the KV of output tokens that were chosen elsewhere, all but the newest, in one pass."""
+    token_ids = sequence.output_token_ids[:-1]
+    model.logits(RowBatch.from_runs([Run(token_ids, sequence.num_computed_tokens, sequence.block_table, 0)]), cache)
+    sequence.num_computed_tokens += len(token_ids)

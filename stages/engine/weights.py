@@ -70,7 +70,10 @@ def load_weights(
 
 def _layer(source: GgufWeights, config: ModelConfig, rotation: HiddenRotation, index: int) -> LayerWeights:
     block, head_dim = f"blk.{index}", config.head_dim
-    attention_norm, feed_forward_norm = source.matrix(f"{block}.attn_norm"), source.matrix(f"{block}.ffn_norm")
+    attention_norm, feed_forward_norm = (
+        source.matrix(f"{block}.attn_norm"),
+        source.matrix(f"{block}.ffn_norm"),
+    )
     query, key, value = source.query_key_value(index)
     # H V: the transform acts on a head's outputs, that is on columns of the transposed weight.
     value = rotate_blocks(value.T, head_dim).T

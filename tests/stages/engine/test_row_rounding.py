@@ -72,10 +72,12 @@ def test_fp8_equals_torch_on_every_half_precision_number() -> None:
 
 def test_fp8_equals_torch_around_every_rounding_boundary() -> None:
     codec = Fp8E4m3()
-    codes = np.array([c for c in range(0x7F)], np.uint8)
+    codes = np.arange(0x7F, dtype=np.uint8)
     values = codec.decode(codes[:, None], np.ones(len(codes), np.float32))[:, 0]
     middles = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
-    near = np.concatenate([values, middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))])
+    near = np.concatenate(
+        [values, middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))]
+    )
     near = np.concatenate([near, -near])
     ours = codec.encode(near[:, None], np.ones(len(near), np.float32))[:, 0]
     theirs = torch.from_numpy(near).to(torch.float8_e4m3fn).view(torch.uint8).numpy()

@@ -82,7 +82,9 @@ def test_another_seed_gives_another_text(model, cache) -> None:
 
 
 def test_drafts_never_go_beyond_what_may_still_be_emitted() -> None:
-    sequence = Sequence([1, 2, 1, 2, 1], SamplingSpec(seed=1), 3, frozenset(), [0], drafter=PromptLookup([1, 2, 1, 2, 1]))
+    sequence = Sequence(
+        [1, 2, 1, 2, 1], SamplingSpec(seed=1), 3, frozenset(), [0], drafter=PromptLookup([1, 2, 1, 2, 1])
+    )
     sequence.append(SampledToken(2))
     [planned] = stepping.plan([sequence], 8)
     assert len(planned.draft_token_ids) == 1  # two tokens are left, one of them is the step's own

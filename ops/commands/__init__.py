@@ -1,0 +1,1 @@
+"""The commands of `sluice`, one a file; cli.py puts them together."""

@@ -1,0 +1,136 @@
+"""Tells the commands of one home whether `sluice up` runs there, so that they use its stack.
+
+Owns home/up.json: locked for as long as `up` runs (the lock ends with the process, however it ends), with
+content once its stack is ready. Knows nothing about how a stack runs.
+"""
+
+import asyncio
+import fcntl
+import os
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ops.leftovers import Leftovers
+from ops.serving import Serving, Warn, warn_on_stderr
+from pipeline.connect import open_transport
+from pipeline.errors import InvalidRequest, SluiceError
+from pipeline.settings import Settings
+
+POLL_S = 0.3
+READY_TIMEOUT_S = 300.0  # as long as the supervisor gives a process
+
+
+class AlreadyUp(SluiceError):  # noqa: N818 - reads as the fact it states
+    """Another `sluice up` runs in this home."""
+
+    retryable: ClassVar[bool] = True
+    code: ClassVar[str] = "already_up"
+
+
+class StackGone(SluiceError):  # noqa: N818
+    """The stack of `sluice up` that this command used has ended."""
+
+    retryable: ClassVar[bool] = True
+    code: ClassVar[str] = "stack_gone"
+
+
+class Advert(BaseModel):
+    """What others need to use a running stack."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    redis_url: str
+    namespace: str
+    model: str
+
+
+class UpLock:
+    """Held by `sluice up`, from before its stack starts until after it has stopped."""
+
+    def __init__(self, home: Path) -> None:
+        self._file = os.open(_path(home), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise AlreadyUp(f"another `sluice up` runs in {home}") from None
+        os.truncate(self._file, 0)
+
+    def announce(self, settings: Settings) -> None:
+        """Say that the stack is ready."""
+        assert settings.redis_url is not None
+        advert = Advert(
+            pid=os.getpid(), redis_url=settings.redis_url, namespace=settings.namespace, model=settings.model
+        )
+        os.pwrite(self._file, advert.model_dump_json().encode(), 0)
+
+    def release(self) -> None:
+        """Let others start their own stacks again."""
+        os.truncate(self._file, 0)
+        os.close(self._file)
+
+
+async def find_advert(home: Path) -> Advert | None:
+    """Return how to use the running stack, waiting until it is ready; None where no `sluice up` runs.
+
+    Raises:
+        StackGone: it did not get ready.
+    """
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while _is_locked(home):
+        try:
+            return Advert.model_validate_json(_path(home).read_bytes())
+        except ValidationError:  # it is starting
+            if time.monotonic() > deadline:
+                raise StackGone(f"`sluice up` in {home} did not get ready") from None
+            await asyncio.sleep(POLL_S)
+    return None
+
+
+class AttachedStack(Serving):
+    """The stack of a `sluice up` in the same home, as another command uses it."""
+
+    def __init__(self, settings: Settings, advert: Advert, warn: Warn = warn_on_stderr) -> None:
+        if settings.model != advert.model:
+            raise InvalidRequest(
+                "model", f"`sluice up` (process {advert.pid}) serves {advert.model}, not {settings.model}"
+            )
+        theirs = {"redis_url": advert.redis_url, "namespace": advert.namespace}
+        super().__init__(settings.model_copy(update=theirs), warn)
+
+    async def wait_failed(self) -> SluiceError:
+        """Return when `sluice up` has ended."""
+        while _is_locked(self.settings.home):  # noqa: ASYNC110 - another process's lock has no event
+            await asyncio.sleep(POLL_S)
+        return StackGone("`sluice up`, whose stack this command used, has ended")
+
+    async def _start(self, starting: AsyncExitStack) -> None:
+        self._transport = await open_transport(self.settings)
+        starting.push_async_callback(self._transport.close)
+        leftovers = Leftovers(self.settings, pool_id=None)
+        starting.push_async_callback(leftovers.close)
+        starting.push_async_callback(self._forget_unfinished, leftovers)
+
+
+def _path(home: Path) -> Path:
+    return home / "up.json"
+
+
+def _is_locked(home: Path) -> bool:
+    try:
+        file = os.open(_path(home), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(file)

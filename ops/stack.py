@@ -1,0 +1,173 @@
+"""A whole stack for as long as a `with` lasts: server, pool, stages, and nothing of them afterwards.
+
+Owns the order of starting and stopping, and what the stages get as their environment. Knows nothing about
+batches or text.
+
+    start    server -> pool -> transport -> stages -> all ready
+    stop     take back unfinished requests -> stages -> what they left -> transport -> pool -> server
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Mapping, Set
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from ops.leftovers import Leftovers
+from ops.pool_share import PoolShare
+from ops.process import Echo
+from ops.procfile import default_procfile, read_procfile
+from ops.running import AttachedStack, find_advert
+from ops.serving import Serving, Warn, warn_on_stderr
+from ops.supervisor import RestartPolicy, Supervisor, Surroundings
+from ops.valkey import EmbeddedValkey
+from pipeline.connect import open_transport
+from pipeline.errors import SluiceError
+from pipeline.keys import POOLED_STAGES, STAGES
+from pipeline.model_files import check_gguf, resolve
+from pipeline.settings import PREFIX, Settings
+from pipeline.transport import Transport
+
+GRACE_S = 15.0  # an engine step and a lease, which is as long as handing work back may take
+TIDY_TIMEOUT_S = 10.0  # a server that is gone must not hold up the end
+
+
+class Stack(Serving):
+    """A stack of this process's own."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        replicas: Mapping[str, int] | None = None,
+        *,
+        procfile: Path | None = None,
+        policy: RestartPolicy | None = None,
+        echo: Echo | None = None,
+        warn: Warn = warn_on_stderr,
+    ) -> None:
+        """Plan a stack; entering it starts it.
+
+        Args:
+            settings: of this process; the stages get the same.
+            replicas: how many processes of each stage; one by default.
+            procfile: which stages there are; the project's own by default.
+            policy: when a stage is restarted and when it is given up.
+            echo: gets the lines that the stages log, besides their files.
+            warn: gets a sentence for what should not be but stops nothing.
+        """
+        super().__init__(settings, warn)
+        self.supervisor: Supervisor | None = None
+        self._replicas = dict(replicas or {})
+        self._procfile = procfile or default_procfile()
+        self._policy = policy
+        self._echo = echo
+        self._valkey: EmbeddedValkey | None = None
+
+    async def wait_failed(self) -> SluiceError:
+        """Return why the stack cannot go on; never return while it can."""
+        watchers: list[Awaitable[SluiceError]] = []
+        if self.supervisor is not None:
+            watchers.append(self.supervisor.wait_failed())
+        if self._valkey is not None:
+            watchers.append(self._valkey.wait_failed())
+        return await _first(watchers)
+
+    async def _start(self, starting: AsyncExitStack) -> None:
+        check_gguf(resolve(self.settings.model, self.settings.home))
+        lines = read_procfile(self._procfile)
+        self.settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.settings.redis_url is None:
+            await self._start_server(starting)
+        share = PoolShare(self.settings.pool_dir, self.settings.kv_pool_bytes)
+        starting.callback(share.close)
+        self._transport = transport = await open_transport(self.settings, pool_id=share.pool_id)
+        starting.push_async_callback(transport.close)
+        leftovers = Leftovers(self.settings, share.pool_id)
+        starting.push_async_callback(leftovers.close)
+        starting.push_async_callback(self._clear_up, share, leftovers)
+        self.supervisor = Supervisor(
+            lines,
+            self._replicas,
+            Surroundings(
+                stage_environment(self.settings),
+                self._procfile.parent,
+                self.settings.home / "logs",
+                self._echo,
+            ),
+            lambda: _local_pids(transport),
+            self._policy,
+        )
+        starting.push_async_callback(self.supervisor.stop, GRACE_S)
+        await self.supervisor.start()
+        starting.push_async_callback(self._forget_unfinished, leftovers)
+        await self.watched(self.supervisor.wait_ready())
+
+    async def _start_server(self, starting: AsyncExitStack) -> None:
+        self._valkey = EmbeddedValkey(self.settings.home)
+        starting.push_async_callback(self._valkey.stop)
+        url = await self._valkey.start()
+        self.settings = self.settings.model_copy(update={"redis_url": url})
+
+    async def _clear_up(self, share: PoolShare, leftovers: Leftovers) -> None:
+        """Leave neither entries nor blobs, and say what should not have been there."""
+        try:
+            async with asyncio.timeout(TIDY_TIMEOUT_S):
+                await leftovers.remove_entries(self._unfinished())
+                if not share.is_last():
+                    return
+                num_referring = await leftovers.count(POOLED_STAGES)
+                # A server of others has their entries too; those of this pool are ours.
+                num_left = await leftovers.count(STAGES) if self._valkey is not None else num_referring
+        except (RedisError, OSError) as error:
+            self._warn(f"the queues could not be cleared up: {error}")
+            return
+        if num_left:
+            self._warn(f"{num_left} entries are left in the queues; the next start goes on with them")
+        if num_referring:
+            return  # then the blobs are not garbage
+        swept = share.sweep()
+        if swept.num_blobs and not self._unfinished():
+            self._warn(f"{swept.num_blobs} blobs were left in the pool, and are removed")
+
+
+def stage_environment(settings: Settings) -> dict[str, str]:
+    """Return the environment of a stage: this process's, with exactly these settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+    kept |= settings.environment()
+    kept["NUMBA_CACHE_DIR"] = str(settings.home / "cache" / "numba")
+    kept["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads of one stage must not spin on another one's core
+    kept["PYTHONUNBUFFERED"] = "1"
+    return kept
+
+
+async def _local_pids(transport: Transport) -> Set[int]:
+    """The processes of this host that are registered; a consumer's name is host:pid:random."""
+    names = [process.consumer.rsplit(":", 2) for process in await transport.processes()]
+    host = socket.gethostname()
+    return {int(name[1]) for name in names if len(name) == 3 and name[0] == host and name[1].isdigit()}
+
+
+async def _first(watchers: list[Awaitable[SluiceError]]) -> SluiceError:
+    tasks = [asyncio.ensure_future(watcher) for watcher in watchers]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def choose_stack(
+    settings: Settings, replicas: Mapping[str, int], warn: Warn = warn_on_stderr
+) -> Serving:
+    """Return the stack of a `sluice up` in this home where one runs, else one of our own; enter it."""
+    advert = await find_advert(settings.home)
+    if advert is None:
+        return Stack(settings, replicas, warn=warn)
+    if replicas:
+        warn(f"`sluice up` (process {advert.pid}) decides how many processes there are, not this command")
+    return AttachedStack(settings, advert, warn)

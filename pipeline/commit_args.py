@@ -1,0 +1,64 @@
+"""Transactions to the keys and arguments of scripts/commit.lua, whose head draws the format.
+
+Owns that translation. Knows nothing about connections or outcomes.
+"""
+
+from collections.abc import Sequence
+
+from pipeline.keys import Keys
+from pipeline.redis_calls import Arg
+from pipeline.transport import AddChunk, DeadLetter, Effect, Emit, Finish, Plan, Publish, Transaction
+
+
+class CommitArgs:
+    """Collects keys and arguments, in the order in which the script reads them."""
+
+    def __init__(self, keys: Keys, pool_id: str | None) -> None:
+        self._names = keys
+        self._pool_id = pool_id
+        self.keys: list[str] = []
+        self.args: list[Arg] = []
+
+    def add_all(self, transactions: Sequence[Transaction]) -> None:
+        """Append the number of transactions, and each of them."""
+        self.args.append(len(transactions))
+        for transaction in transactions:
+            self._add(transaction)
+
+    def _add(self, transaction: Transaction) -> None:
+        delivery, names = transaction.delivery, self._names
+        self.keys += [
+            delivery.stream,
+            names.claims(delivery.stream),
+            names.tries(delivery.stream),
+            names.request(transaction.request_id),
+            names.results(transaction.request_id),
+            names.chunks(transaction.request_id, transaction.attempt),
+        ]
+        self.args += [delivery.stage, delivery.entry_id, delivery.nonce]
+        self.args += [transaction.attempt, int(transaction.ack), len(transaction.effects)]
+        for effect in transaction.effects:
+            self._add_effect(transaction, effect)
+
+    def _add_effect(self, transaction: Transaction, effect: Effect) -> None:
+        match effect:
+            case Publish(stage, priority, payload):
+                self.keys.append(self._names.stream(stage, priority, self._pool_id))
+                self.args += ["publish", payload]
+            case Emit(delta, first_index, num_tokens):
+                self.args += ["emit", delta, first_index, num_tokens]
+            case Finish(terminal, state):
+                self.args += ["finish", terminal, state]
+            case AddChunk(index, ref):
+                self._add_decode_streams()
+                self.args += ["chunk", index, ref]
+            case Plan(num_chunks, priority, payload):
+                self._add_decode_streams()
+                self.args += ["plan", num_chunks, priority, payload]
+            case DeadLetter(reason):
+                self.keys.append(self._names.dead(transaction.delivery.stage))
+                self.args += ["dead", transaction.delivery.payload, reason]
+
+    def _add_decode_streams(self) -> None:
+        self.keys.append(self._names.stream("decode", "interactive", self._pool_id))
+        self.keys.append(self._names.stream("decode", "batch", self._pool_id))

@@ -1,0 +1,96 @@
+"""Every name the pipeline uses in Redis, and every number that bounds it.
+
+Owns key names, stage names and limits. Knows nothing about values: a key is built here and nowhere else.
+
+    {ns}:stream:{stage}:{priority}            work of tokenizer and prefill
+    {ns}:stream:{stage}:{pool}:{priority}     work of compressor and decode, in reach of one pool
+    {stream}:claims    hash  entry id -> nonce of the claim, and the last commit made under it
+    {stream}:tries     hash  entry id -> times delivered
+    {ns}:req:{id}      hash  state of a request                      TTL from its terminal entry on
+    {ns}:res:{id}      stream  deltas `0-<tokens so far>`, terminal `1-0`         TTL likewise
+    {ns}:chunks:{id}:{attempt}   hash  chunk index -> sealed chunk   deleted with the terminal entry
+    {ns}:dead:{stage}  stream  what could not be processed           bounded, TTL
+    {ns}:proc:{stage}:{consumer}   a running process                 TTL, renewed by its owner
+    {ns}:procs         set  the names of those processes             TTL, renewed likewise
+
+What has no TTL is work in progress: the work streams with their two hashes, and the state of requests
+that have not ended. The streams stay when they are empty, everything else goes away.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Priority = Literal["interactive", "batch"]
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+"""In the order in which they are served."""
+
+STAGES = ("tokenizer", "prefill", "compressor", "decode")
+"""In the order in which a request meets them."""
+POOLED_STAGES = frozenset({"compressor", "decode"})
+"""Stages whose work refers to blobs of one pool."""
+
+LEASE_S = 10.0  # a killed process loses its work after this; renewed each third, so two renewals may fail
+SWEEPS_PER_LEASE = 4  # a lost item waits at most a quarter lease longer than it must
+HANG_LEASES = 6  # an engine that made no progress for this many leases is hung and loses its work
+MAX_DELIVERIES = 5  # more crashes than a restart of everything explains: the item itself is the cause
+RESULT_TTL_S = 3600  # time to collect a result, or to resume reading it, after the terminal entry
+MAX_QUEUE = 10_000  # per priority and between the door and prefill: about 100 MB of long prompts
+ADMIT_RETRY_S = 2.0  # a full queue of any length has moved by then
+MAX_DEAD = 1_000  # dead letters kept per stage; approximate, the oldest go first
+DEAD_TTL_S = 7 * 24 * 3600  # someone looks within a week
+PROC_INDEX_TTL_S = 3600  # longer than any registration lives
+HANDBACK = "handback"
+"""The consumer that handed-back entries belong to until somebody takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Builds key names under one namespace; two stacks on one server differ in it."""
+
+    namespace: str = "sluice"
+
+    def stream(self, stage: str, priority: Priority, pool_id: str | None = None) -> str:
+        """Return the work stream of a stage.
+
+        Raises:
+            ValueError: for a stage after prefill without a pool.
+        """
+        if stage not in POOLED_STAGES:
+            return f"{self.namespace}:stream:{stage}:{priority}"
+        if pool_id is None:
+            raise ValueError(f"the stream of stage {stage} is named after a pool, and none is given")
+        return f"{self.namespace}:stream:{stage}:{pool_id}:{priority}"
+
+    @staticmethod
+    def claims(stream: str) -> str:
+        """Return the hash that says who holds which entry."""
+        return f"{stream}:claims"
+
+    @staticmethod
+    def tries(stream: str) -> str:
+        """Return the hash that counts deliveries."""
+        return f"{stream}:tries"
+
+    def request(self, request_id: str) -> str:
+        """Return the hash with a request's state."""
+        return f"{self.namespace}:req:{request_id}"
+
+    def results(self, request_id: str) -> str:
+        """Return the stream that readers follow."""
+        return f"{self.namespace}:res:{request_id}"
+
+    def chunks(self, request_id: str, attempt: int) -> str:
+        """Return the hash with the sealed chunks of one attempt."""
+        return f"{self.namespace}:chunks:{request_id}:{attempt}"
+
+    def dead(self, stage: str) -> str:
+        """Return the stream of a stage's dead letters."""
+        return f"{self.namespace}:dead:{stage}"
+
+    def process(self, stage: str, consumer: str) -> str:
+        """Return the registration of one process."""
+        return f"{self.namespace}:proc:{stage}:{consumer}"
+
+    def processes(self) -> str:
+        """Return the index of registrations."""
+        return f"{self.namespace}:procs"

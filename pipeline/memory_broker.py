@@ -1,0 +1,197 @@
+"""The queues' state and rules inside one process: scripts/*.lua, said again in Python.
+
+Owns entries, requests and registrations. Knows nothing about waiting: every method is synchronous, hence
+atomic under asyncio. For tests and for a pipeline in a single process; nothing survives it.
+"""
+
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+
+from pipeline.clock import Monotonic
+from pipeline.keys import MAX_DEAD, PRIORITIES, Keys, Priority
+from pipeline.transport import (
+    END_STATES,
+    AddChunk,
+    DeadLetter,
+    Delivery,
+    Emit,
+    Finish,
+    Outcome,
+    Plan,
+    Publish,
+    ResultEntry,
+    Transaction,
+    TransportOptions,
+)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One entry of a work stream; new: no nonce, no tries. Handed back: no nonce, but delivered."""
+
+    payload: bytes
+    tries: int = 0
+    delivered: bool = False
+    nonce: str | None = None
+    renewed_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Request:
+    """The state of one request; expires_at is set when it has ended."""
+
+    state: str = "queued"
+    attempt: int = 0
+    num_tokens: int = 0
+    results: list[ResultEntry] = field(default_factory=list[ResultEntry])
+    chunks: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    plan: Plan | None = None
+    joined: bool = False
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """One dead letter."""
+
+    payload: bytes
+    reason: str
+
+
+class MemoryBroker:
+    """What the transports of one process share, in the place of a server."""
+
+    def __init__(self, keys: Keys, monotonic: Monotonic) -> None:
+        self._keys = keys
+        self.monotonic = monotonic
+        self.streams: dict[str, dict[str, Entry]] = {}
+        self._requests: dict[str, Request] = {}
+        self.dead: dict[str, deque[Dead]] = {}
+        self.registrations: dict[tuple[str, str], tuple[bytes, float]] = {}
+        self._num_entries = 0
+
+    def request(self, request_id: str) -> Request | None:
+        """Return the state of a request, unless it is unknown or has expired."""
+        request = self._requests.get(request_id)
+        if request and request.expires_at is not None and request.expires_at <= self.monotonic():
+            del self._requests[request_id]
+            return None
+        return request
+
+    def create_request(self, request_id: str) -> None:
+        """Start the state of a request."""
+        self._requests[request_id] = Request()
+
+    def requests(self) -> dict[str, Request]:
+        """Return all requests that have not expired."""
+        found = ((request_id, self.request(request_id)) for request_id in list(self._requests))
+        return {request_id: request for request_id, request in found if request}
+
+    def length(self, stage: str, priority: Priority, pool_id: str | None) -> int:
+        """Return how many entries wait or are being worked on."""
+        return len(self.streams.get(self._keys.stream(stage, priority, pool_id), {}))
+
+    def append(self, stage: str, priority: Priority, pool_id: str | None, payload: bytes) -> None:
+        """Add an entry to a stage's stream."""
+        self._num_entries += 1
+        stream = self.streams.setdefault(self._keys.stream(stage, priority, pool_id), {})
+        stream[str(self._num_entries)] = Entry(payload)
+
+    def take(self, stage: str, max_items: int, options: TransportOptions) -> list[Delivery]:
+        """Claim entries: by priority, and within it handed back, then expired, then new."""
+        nonce = secrets.token_hex(16)
+        taken: list[Delivery] = []
+        for priority in PRIORITIES:
+            name = self._keys.stream(stage, priority, options.pool_id)
+            free = [
+                (rank, entry_id, entry)
+                for entry_id, entry in self.streams.get(name, {}).items()
+                if (rank := self._rank(entry, options.lease_s)) is not None
+            ]
+            for _, entry_id, entry in sorted(free, key=lambda item: item[0])[: max_items - len(taken)]:
+                entry.tries, entry.delivered, entry.nonce = entry.tries + 1, True, nonce
+                entry.renewed_at = self.monotonic()
+                taken.append(Delivery(stage, name, entry_id, nonce, entry.payload, entry.tries))
+        return taken
+
+    def _rank(self, entry: Entry, lease_s: float) -> int | None:
+        if entry.nonce is None:
+            return 0 if entry.delivered else 2
+        return 1 if self.monotonic() - entry.renewed_at >= lease_s else None
+
+    def held(self, delivery: Delivery) -> Entry | None:
+        """Return the entry if this delivery's claim is the newest: the fence."""
+        entry = self.streams.get(delivery.stream, {}).get(delivery.entry_id)
+        return entry if entry and entry.nonce == delivery.nonce else None
+
+    def bury(self, delivery: Delivery, reason: str) -> None:
+        """Keep the payload of an entry among the dead letters."""
+        letters = self.dead.setdefault(delivery.stage, deque(maxlen=MAX_DEAD))
+        letters.append(Dead(delivery.payload, reason))
+
+    def drop(self, delivery: Delivery) -> None:
+        """End an entry."""
+        del self.streams[delivery.stream][delivery.entry_id]
+
+    def commit(self, transaction: Transaction, options: TransportOptions) -> Outcome:
+        """Carry out one transaction as a whole or not at all."""
+        delivery = transaction.delivery
+        if not self.held(delivery):
+            exists = delivery.entry_id in self.streams.get(delivery.stream, {})
+            return Outcome.FENCED if exists else Outcome.ALREADY
+        request = self.request(transaction.request_id)
+        if request is None or request.state in END_STATES:
+            self.drop(delivery)
+            return Outcome.GONE
+        if transaction.attempt != request.attempt:
+            if transaction.attempt < request.attempt:
+                self.drop(delivery)
+            return Outcome.FENCED
+        if not _follows(transaction, request.num_tokens):
+            return Outcome.FENCED
+        outcome = self._write(transaction, request, options)
+        if transaction.ack:
+            self.drop(delivery)
+        return outcome
+
+    def _write(self, transaction: Transaction, request: Request, options: TransportOptions) -> Outcome:
+        outcome = Outcome.OK
+        for effect in transaction.effects:
+            match effect:
+                case Publish(stage, priority, payload):
+                    self.append(stage, priority, options.pool_id, payload)
+                case Emit(delta, _, num_tokens):
+                    request.num_tokens += num_tokens
+                    request.results.append(ResultEntry(request.num_tokens, delta))
+                    self.streams[transaction.delivery.stream][transaction.delivery.entry_id].tries = 1
+                case Finish(terminal, state):
+                    request.results.append(ResultEntry(None, terminal))
+                    request.state, request.plan, request.chunks = state, None, {}
+                    request.expires_at = self.monotonic() + options.result_ttl_s
+                case AddChunk(index, ref):
+                    if request.chunks.setdefault(index, ref) != ref:
+                        outcome = Outcome.DUPLICATE
+                    self._join(request, options)
+                case Plan():
+                    request.plan = request.plan or effect
+                    self._join(request, options)
+                case DeadLetter(reason):
+                    self.bury(transaction.delivery, reason)
+        return outcome
+
+    def _join(self, request: Request, options: TransportOptions) -> None:
+        plan = request.plan
+        if plan is None or request.joined or not request.chunks.keys() >= set(range(plan.num_chunks)):
+            return
+        request.joined = True
+        self.append("decode", plan.priority, options.pool_id, plan.payload)
+
+
+def _follows(transaction: Transaction, num_tokens: int) -> bool:
+    for effect in transaction.effects:
+        if isinstance(effect, Emit):
+            if effect.first_index != num_tokens:
+                return False
+            num_tokens += effect.num_tokens
+    return True

@@ -1,0 +1,116 @@
+"""One call to the server: scripts by digest, errors mapped once, and sent again after a lost connection.
+
+Owns the retry rule. Knows nothing about queues. Only calls that may be sent twice go through here, which is
+all of them: scripts recognise themselves by a nonce, the rest reads or sets a value. The library's own
+retries stay off, because they do not know that.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, TypeVar, cast
+
+import structlog
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+
+from pipeline.clock import Monotonic, monotonic_s
+from pipeline.errors import ServerFull, ServerRefused, ServerUnreachable
+
+FIRST_PAUSE_S = 0.02  # a dropped connection is replaced at once
+MAX_PAUSE_S = 1.0  # a restarting server is found within a second
+
+# A server that reads its files after a restart answers soon: BusyLoadingError is one of the first kind.
+LOST = (redis_errors.ConnectionError, redis_errors.TimeoutError, OSError)
+
+Arg = str | bytes | int | float
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+class RedisCalls:
+    """Calls on one client, each repeated for up to patience_s while the server does not answer."""
+
+    def __init__(
+        self, client: Redis, address: str, patience_s: float, monotonic: Monotonic = monotonic_s
+    ) -> None:
+        self._client = client
+        self._address = address
+        self._patience_s = patience_s
+        self._monotonic = monotonic
+        self._scripts: dict[str, tuple[str, str]] = {}
+
+    async def script(
+        self, name: str, keys: Sequence[str], args: Sequence[Arg], resend_args: Sequence[Arg] | None = None
+    ) -> Any:
+        """Run a script; resend_args replaces args when the first reply was lost.
+
+        Raises:
+            ServerUnreachable: no answer within patience_s; it may have run.
+            ServerFull: refused for memory; it has not run.
+            ServerRefused: any other error of the server.
+        """
+        sending = 0
+
+        async def send() -> Any:
+            nonlocal sending
+            sending += 1
+            now_args = args if sending == 1 or resend_args is None else resend_args
+            return await self._evaluate(name, keys, now_args)
+
+        return await self.call(send, name)
+
+    async def call(self, send: Callable[[], Awaitable[T]], what: str) -> T:
+        """Await send(), again and again while the connection is lost; what names the call in logs."""
+        deadline = self._monotonic() + self._patience_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await send()
+            except (
+                redis_errors.AuthenticationError,
+                redis_errors.AuthorizationError,
+            ) as error:  # connection errors to the library
+                raise ServerRefused(self._address, f"{what}: {error}") from error
+            except LOST as error:
+                left_s = deadline - self._monotonic()
+                if left_s <= 0:
+                    problem = f"no answer to {what} within {self._patience_s:g} s ({error})"
+                    raise ServerUnreachable(self._address, problem) from error
+                log.warning("server_call_repeated", call=what, error=type(error).__name__)
+            except redis_errors.OutOfMemoryError as error:
+                raise ServerFull(self._address, str(error)) from error
+            except redis_errors.RedisError as error:
+                raise ServerRefused(self._address, f"{what}: {error}") from error
+            await asyncio.sleep(min(pause_s, max(left_s, 0)))
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _evaluate(self, name: str, keys: Sequence[str], args: Sequence[Arg]) -> Any:
+        if name not in self._scripts:
+            source = script_source(name)
+            digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+            self._scripts[name] = (source, digest)
+        source, digest = self._scripts[name]
+        execute = cast("Callable[..., Awaitable[Any]]", self._client.execute_command)  # pyright: ignore[reportUnknownMemberType]
+        try:
+            return await execute("EVALSHA", digest, len(keys), *keys, *args)
+        except (
+            redis_errors.NoScriptError
+        ):  # a new server, or one that was restarted; EVAL also keeps the script
+            return await execute("EVAL", source, len(keys), *keys, *args)
+
+
+async def read_stream(
+    readers: Redis, after: Mapping[str, str | bytes], count: int, block_ms: int | None
+) -> list[Any]:
+    """Return [stream, [(id, fields)]] of streams that have entries after an id; None does not wait."""
+    xread = cast("Any", readers.xread)  # pyright: ignore[reportUnknownMemberType]
+    return cast("list[Any]", await xread(after, count=count, block=block_ms) or [])
+
+
+def script_source(name: str) -> str:
+    """Return the text of a script with its include in place; reads the file."""
+    folder = files("pipeline") / "scripts"
+    source = (folder / f"{name}.lua").read_text(encoding="utf-8")
+    return source.replace("-- include: held.lua\n", (folder / "held.lua").read_text(encoding="utf-8"))

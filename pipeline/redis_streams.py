@@ -1,0 +1,231 @@
+"""The transport over Redis or Valkey streams.
+
+Owns the conversation with the server: which script with which keys, and how replies are read. Knows nothing
+about messages, and little about atomicity: what happens together is written in scripts/*.lua.
+
+Two clients: `commands` answers at once, `readers` blocks, so that a waiting reader never delays a commit.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, cast
+
+import structlog
+from redis.asyncio import Redis
+
+from pipeline.clock import Monotonic, monotonic_s
+from pipeline.commit_args import CommitArgs
+from pipeline.errors import ServerError, ServerFull, StateDamaged, UnknownRequest
+from pipeline.keys import (
+    ADMIT_RETRY_S,
+    DEAD_TTL_S,
+    HANDBACK,
+    MAX_DEAD,
+    PROC_INDEX_TTL_S,
+    Keys,
+    Priority,
+)
+from pipeline.redis_calls import Arg, RedisCalls, read_stream
+from pipeline.redis_receive import BLOCK_SLICE_S, StageReceiver
+from pipeline.transport import (
+    Accepted,
+    Admission,
+    Busy,
+    Delivery,
+    Exists,
+    Outcome,
+    Process,
+    ResultEntry,
+    Transaction,
+    TransportOptions,
+)
+
+RESULT_PAGE = 512  # entries of one read; a long result comes in several
+log = structlog.get_logger(__name__)
+
+
+class RedisStreams:
+    """A Transport; see there for what each call promises."""
+
+    def __init__(
+        self,
+        commands: Redis,
+        readers: Redis,
+        address: str,
+        options: TransportOptions,
+        keys: Keys,
+        monotonic: Monotonic = monotonic_s,
+    ) -> None:
+        self._commands = commands
+        self._address = address
+        self._readers = readers
+        self._options = options
+        self._keys = keys
+        self._monotonic = monotonic
+        # Longer than a lease would be in vain: the work would belong to somebody else.
+        self._calls = RedisCalls(commands, address, options.lease_s, monotonic)
+        self._receivers: dict[str, StageReceiver] = {}
+        self._registered: set[str] = set()
+
+    @property
+    def consumer(self) -> str:
+        """The name under which this process holds entries."""
+        return self._options.consumer
+
+    async def admit(self, request_id: str, priority: Priority, payload: bytes) -> Admission:
+        """Accept a request: create its state and give it to the tokenizer, in one step."""
+        keys = [
+            self._keys.request(request_id),
+            self._keys.stream("tokenizer", priority),
+            self._keys.stream("prefill", priority),
+        ]
+        args = [secrets.token_hex(8), self._options.max_queue, payload]
+        try:
+            reply: bytes = await self._calls.script("admit", keys, args)
+        except ServerFull:
+            return Busy(ADMIT_RETRY_S)
+        return {b"accepted": Accepted(), b"exists": Exists(), b"busy": Busy(ADMIT_RETRY_S)}[reply]
+
+    async def receive(self, stage: str, max_items: int, block_s: float) -> list[Delivery]:
+        """Take up to max_items entries: interactive before batch, given-up ones before new ones."""
+        if stage not in self._receivers:
+            self._receivers[stage] = StageReceiver(
+                stage, self._calls, self._readers, self._options, self._keys, self._monotonic
+            )
+        return await self._receivers[stage].receive(max_items, block_s)
+
+    async def renew(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        """Extend the leases; False means lost, which no later renewal can undo."""
+        if not deliveries:
+            return []
+        keys = [name for d in deliveries for name in (d.stream, self._keys.claims(d.stream))]
+        args = [self.consumer, *_fences(deliveries)]
+        reply: list[int] = await self._calls.script("renew", keys, args)
+        return [held == 1 for held in reply]
+
+    async def commit(self, transactions: Sequence[Transaction]) -> list[Outcome]:
+        """Carry out transactions in order, in one round trip; a refused one does not touch the others."""
+        if not transactions:
+            return []
+        arguments = CommitArgs(self._keys, self._options.pool_id)
+        arguments.args += [self.consumer, secrets.token_hex(8), self._options.result_ttl_s]
+        arguments.args += [MAX_DEAD, DEAD_TTL_S]
+        arguments.add_all(transactions)
+        reply: list[bytes] = await self._calls.script("commit", arguments.keys, arguments.args)
+        words = [word.decode(errors="replace") for word in reply]
+        damaged = [
+            f"request {transaction.request_id}, {transaction.delivery.stream}: {word}"
+            for transaction, word in zip(transactions, words, strict=True)
+            if word.startswith("damaged: ")
+        ]
+        if damaged:
+            raise StateDamaged(tuple(damaged))
+        return [Outcome(word) for word in words]
+
+    async def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Give entries up unprocessed: claimable at once, not counted as a try."""
+        if not deliveries:
+            return
+        keys = [
+            name
+            for d in deliveries
+            for name in (d.stream, self._keys.claims(d.stream), self._keys.tries(d.stream))
+        ]
+        await self._calls.script("hand_back", keys, [self.consumer, HANDBACK, *_fences(deliveries)])
+
+    async def dead_letter(self, delivery: Delivery, reason: str) -> None:
+        """Move an entry that belongs to no known request to the dead stream, unless it is lost."""
+        stream = delivery.stream
+        keys = [stream, self._keys.claims(stream), self._keys.tries(stream), self._keys.dead(delivery.stage)]
+        args = [self.consumer, *_fences([delivery]), MAX_DEAD, DEAD_TTL_S, delivery.payload, reason]
+        await self._calls.script("dead_letter", keys, args)
+
+    async def chunks(self, request_id: str, attempt: int) -> dict[int, bytes]:
+        """Return the sealed chunks of an attempt by index."""
+        key = self._keys.chunks(request_id, attempt)
+        reply = await self._command("HGETALL", key)
+        return {int(index): ref for index, ref in cast("dict[bytes, bytes]", reply).items()}
+
+    async def read_results(self, request_id: str, after: int, block_s: float) -> list[ResultEntry]:
+        """Return entries after the first `after` tokens, waiting up to block_s for one; a page at a time."""
+        stream = self._keys.results(request_id)
+        deadline = self._monotonic() + block_s
+        while True:
+            slice_s = min(max(deadline - self._monotonic(), 0), BLOCK_SLICE_S)
+            block_ms = round(1000 * slice_s) or None
+            reply = await self._calls.call(
+                lambda ms=block_ms: read_stream(self._readers, {stream: f"0-{after}"}, RESULT_PAGE, ms),
+                "read_results",
+            )
+            if reply:
+                return [_result_entry(entry_id, fields) for entry_id, fields in reply[0][1]]
+            if not await self._command("EXISTS", self._keys.request(request_id)):
+                raise UnknownRequest(request_id)
+            if self._monotonic() >= deadline:
+                return []
+
+    async def queue_length(self, stage: str, priority: Priority) -> int:
+        """Return how many entries wait or are being worked on."""
+        stream = self._keys.stream(stage, priority, self._options.pool_id)
+        return cast("int", await self._command("XLEN", stream))
+
+    async def register(self, stage: str, info: bytes, ttl_s: float) -> None:
+        """Announce this process for ttl_s seconds; info replaces what it announced before."""
+        self._registered.add(stage)
+        key = self._keys.process(stage, self.consumer)
+        await self._command("SET", key, info, "PX", round(1000 * ttl_s))
+        await self._command("SADD", self._keys.processes(), f"{stage}:{self.consumer}")
+        await self._command("EXPIRE", self._keys.processes(), PROC_INDEX_TTL_S)
+
+    async def processes(self) -> list[Process]:
+        """Return the processes whose registration has not run out, by stage and consumer."""
+        index = self._keys.processes()
+        members = sorted(m.decode() for m in cast("list[bytes]", await self._command("SMEMBERS", index)))
+        if not members:
+            return []
+        named = [(stage, name) for stage, _, name in (member.partition(":") for member in members)]
+        infos = await self._command("MGET", *(self._keys.process(stage, name) for stage, name in named))
+        infos = cast("list[bytes | None]", infos)
+        if expired := [member for member, info in zip(members, infos, strict=True) if info is None]:
+            # One that registers again right now is missing until it renews, a third of its TTL later.
+            await self._command("SREM", index, *expired)
+        return [
+            Process(stage, name, info)
+            for (stage, name), info in zip(named, infos, strict=True)
+            if info is not None
+        ]
+
+    async def _command(self, *words: Arg) -> object:
+        execute = cast("Any", self._commands.execute_command)  # pyright: ignore[reportUnknownMemberType]
+        return await self._calls.call(lambda: execute(*words), str(words[0]))
+
+    async def close(self) -> None:
+        """Release connections and this consumer's name; entries still held stay leased until they expire."""
+        try:
+            await self._take_leave()
+        except ServerError as error:
+            log.info("left_without_goodbye", problem=error.problem)  # all of it runs out by itself
+        finally:
+            await self._readers.aclose()
+            await self._commands.aclose()
+
+    async def _take_leave(self) -> None:
+        once = RedisCalls(self._commands, self._address, patience_s=0, monotonic=self._monotonic)
+        keys = [key for receiver in self._receivers.values() for key in receiver.streams]
+        stages = [stage for stage, receiver in self._receivers.items() for _ in receiver.streams]
+        if keys:
+            await once.script("retire", keys, [self.consumer, *stages])
+        execute = cast("Any", self._commands.execute_command)  # pyright: ignore[reportUnknownMemberType]
+        for stage in self._registered:
+            key, member = self._keys.process(stage, self.consumer), f"{stage}:{self.consumer}"
+            await once.call(lambda key=key: execute("DEL", key), "DEL")
+            await once.call(lambda member=member: execute("SREM", self._keys.processes(), member), "SREM")
+
+
+def _fences(deliveries: Sequence[Delivery]) -> list[Arg]:
+    return [word for d in deliveries for word in (d.stage, d.entry_id, d.nonce)]
+
+
+def _result_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> ResultEntry:
+    major, minor = entry_id.split(b"-")
+    return ResultEntry(int(minor) if major == b"0" else None, fields[b"p"])

@@ -1,0 +1,233 @@
+#!lua flags=allow-oom
+-- Commits transactions: guarantees for each one, alone and in order, that
+--   * it happens as a whole or not at all: everything is checked before its first write;
+--   * it happens only if its caller holds the entry, the request has not ended, and the attempt is current;
+--   * sent again after a lost reply, it does not happen twice;
+--   * a delta is appended only behind exactly the tokens it follows, and nothing follows a terminal entry;
+--   * when the request's plan and chunks become complete, decode gets one entry per (request, attempt), in
+--     whichever call that is, whatever the order;
+--   * once a request has ended, all that is left of it has a TTL.
+-- A refused transaction does not touch the others.
+--
+-- KEYS  for each transaction: stream, claims, tries, request, results, chunks, then the keys of its effects
+-- ARGV  consumer, commit (names this call), result_ttl_s, max_dead, dead_ttl_s, number of transactions,
+--       for each: group, id, nonce, request attempt, '1' to ack, number of effects, then each effect's name and
+--       arguments
+--         publish  KEYS stream                            ARGV payload
+--         emit                                            ARGV delta, first_index, num_tokens
+--         finish                                          ARGV terminal, state
+--         chunk    KEYS decode interactive, decode batch  ARGV index, ref
+--         plan     KEYS decode interactive, decode batch  ARGV num_chunks, priority, payload
+--         dead     KEYS dead stream                       ARGV payload, reason
+-- reply for each transaction an Outcome, or 'damaged: ' and what the server said
+local consumer, commit, result_ttl_s, max_dead, dead_ttl_s = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local ENDED = { finished = true, failed = true, cancelled = true }
+
+-- include: held.lua
+
+-- Reading ---------------------------------------------------------------------------------------------------
+
+local k, a = 0, 5
+local function key()
+  k = k + 1
+  return KEYS[k]
+end
+local function arg()
+  a = a + 1
+  return ARGV[a]
+end
+
+local function read_decode()
+  local interactive = key()
+  local batch = key()
+  return { interactive = interactive, batch = batch }
+end
+
+local READ = {}
+function READ.publish(e)
+  e.stream = key()
+  e.payload = arg()
+end
+function READ.emit(e)
+  e.delta = arg()
+  e.first = tonumber(arg())
+  e.num = tonumber(arg())
+end
+function READ.finish(e)
+  e.terminal = arg()
+  e.state = arg()
+end
+function READ.chunk(e)
+  e.decode = read_decode()
+  e.index = arg()
+  e.ref = arg()
+end
+function READ.plan(e)
+  e.decode = read_decode()
+  e.num_chunks = arg()
+  e.priority = arg()
+  e.payload = arg()
+end
+function READ.dead(e)
+  e.stream = key()
+  e.payload = arg()
+  e.reason = arg()
+end
+
+local function read_transaction(number)
+  local t = { number = number, effects = {} }
+  t.stream, t.claims, t.tries = key(), key(), key()
+  t.request, t.results, t.chunks = key(), key(), key()
+  t.group, t.id, t.nonce = arg(), arg(), arg()
+  t.attempt = arg()
+  t.ack = arg() == '1'
+  for i = 1, tonumber(arg()) do
+    local e = { kind = arg() }
+    READ[e.kind](e)
+    t.effects[i] = e
+  end
+  return t
+end
+
+-- Checking --------------------------------------------------------------------------------------------------
+
+local function end_entry(t)
+  drop(t.stream, t.claims, t.tries, t.group, t.id)
+end
+
+local function not_held(t)
+  if #redis.call('XRANGE', t.stream, t.id, t.id) == 0 then
+    return 'already'
+  end
+  return 'fenced'
+end
+
+-- The claim names the last transaction made under it as nonce:commit:number. Sent again, this call finds its
+-- own name there, with the number of its last transaction for this entry.
+local function sent_before(t)
+  local prefix = t.nonce .. ':' .. commit .. ':'
+  local claim = redis.call('HGET', t.claims, t.id)
+  return string.sub(claim, 1, #prefix) == prefix and tonumber(string.sub(claim, #prefix + 1)) >= t.number
+end
+
+-- Returns an outcome if the transaction must not happen, and ends its entry where nobody can ever use it.
+local function refusal(t)
+  if not held(t.stream, t.claims, t.group, t.id, t.nonce, consumer) then
+    return not_held(t)
+  end
+  if sent_before(t) then
+    return 'ok'
+  end
+  local request = redis.call('HMGET', t.request, 'state', 'attempt', 'n')
+  if not request[1] or ENDED[request[1]] then
+    end_entry(t)
+    return 'gone'
+  end
+  if request[2] ~= t.attempt then
+    if tonumber(t.attempt) < tonumber(request[2]) then
+      end_entry(t) -- attempts only grow
+    end
+    return 'fenced'
+  end
+  t.n = tonumber(request[3])
+  local n = t.n
+  for _, e in ipairs(t.effects) do
+    if e.kind == 'emit' then
+      if e.first ~= n then
+        return 'fenced'
+      end
+      n = n + e.num
+    end
+  end
+  return nil
+end
+
+-- Writing ---------------------------------------------------------------------------------------------------
+
+-- The plan's payload is deleted when it is handed over, so it can be handed over once.
+local function join(t, decode)
+  local plan = redis.call('HMGET', t.request, 'plan:' .. t.attempt, 'plan_priority:' .. t.attempt,
+    'plan_payload:' .. t.attempt)
+  local num_chunks, priority, payload = tonumber(plan[1]), plan[2], plan[3]
+  if not payload or redis.call('HLEN', t.chunks) < num_chunks then
+    return
+  end
+  for index = 0, num_chunks - 1 do
+    if redis.call('HEXISTS', t.chunks, index) == 0 then
+      return
+    end
+  end
+  redis.call('XADD', decode[priority], '*', 'p', payload)
+  redis.call('HDEL', t.request, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)
+end
+
+local WRITE = {}
+function WRITE.publish(t, e)
+  redis.call('XADD', e.stream, '*', 'p', e.payload)
+end
+function WRITE.emit(t, e)
+  t.n = t.n + e.num
+  redis.call('XADD', t.results, '0-' .. t.n, 'p', e.delta)
+  redis.call('HSET', t.request, 'n', t.n)
+  -- Progress: what crashed a process before did not stop this one. Each reset takes at least one token.
+  if redis.call('HGET', t.tries, t.id) ~= '1' then
+    redis.call('HSET', t.tries, t.id, '1')
+  end
+end
+function WRITE.finish(t, e)
+  redis.call('XADD', t.results, '1-0', 'p', e.terminal)
+  redis.call('HSET', t.request, 'state', e.state)
+  redis.call('HDEL', t.request, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)
+  redis.call('EXPIRE', t.request, result_ttl_s)
+  redis.call('EXPIRE', t.results, result_ttl_s)
+  redis.call('DEL', t.chunks)
+end
+function WRITE.chunk(t, e)
+  if redis.call('HSETNX', t.chunks, e.index, e.ref) == 0 then
+    t.duplicate = t.duplicate or redis.call('HGET', t.chunks, e.index) ~= e.ref
+  end
+  join(t, e.decode)
+end
+function WRITE.plan(t, e)
+  if redis.call('HSETNX', t.request, 'plan:' .. t.attempt, e.num_chunks) == 1 then
+    redis.call('HSET', t.request, 'plan_priority:' .. t.attempt, e.priority,
+      'plan_payload:' .. t.attempt, e.payload)
+  end
+  join(t, e.decode)
+end
+function WRITE.dead(t, e)
+  redis.call('XADD', e.stream, 'MAXLEN', '~', max_dead, '*', 'p', e.payload, 'reason', e.reason,
+    'stream', t.stream, 'entry', t.id, 'tries', redis.call('HGET', t.tries, t.id) or '0')
+  redis.call('EXPIRE', e.stream, dead_ttl_s)
+end
+
+local function write(t)
+  for _, e in ipairs(t.effects) do
+    WRITE[e.kind](t, e)
+  end
+  if t.ack then
+    end_entry(t)
+  else
+    redis.call('HSET', t.claims, t.id, t.nonce .. ':' .. commit .. ':' .. t.number)
+  end
+  return t.duplicate and 'duplicate' or 'ok'
+end
+
+local function run(t)
+  return refusal(t) or write(t)
+end
+
+-- After the checks only a foreign key under one of our names can make a write fail. That must not take the
+-- other transactions with it.
+local transactions, reply = {}, {}
+for i = 1, tonumber(arg()) do
+  transactions[i] = read_transaction(i)
+end
+for i, t in ipairs(transactions) do
+  local ok, outcome = pcall(run, t)
+  if not ok then
+    outcome = 'damaged: ' .. (type(outcome) == 'table' and outcome.err or tostring(outcome))
+  end
+  reply[i] = outcome
+end
+return reply

@@ -1,0 +1,31 @@
+-- Shared by the scripts below; the loader puts it where they say `-- include: held.lua`.
+--
+-- A claim is `nonce`, or `nonce:commit:number` after a transaction without ack was made under it.
+-- held() is the fence: the entry carries this nonce, and is pending for this consumer. After XGROUP DESTROY
+-- the claim is still there but nothing is pending, and the entry will be delivered again: not held.
+local function same_claim(claim, nonce)
+  return claim and (claim == nonce or string.sub(claim, 1, #nonce + 1) == nonce .. ':')
+end
+
+local function held(stream, claims, group, id, nonce, consumer)
+  if not same_claim(redis.call('HGET', claims, id), nonce) then
+    return false
+  end
+  local pending = redis.pcall('XPENDING', stream, group, id, id, 1, consumer)
+  return pending.err == nil and #pending == 1
+end
+
+-- Makes an entry claimable at once, without counting the delivery.
+local function release(stream, claims, tries, group, id, handback)
+  redis.call('XCLAIM', stream, group, handback, 0, id, 'JUSTID')
+  redis.call('HDEL', claims, id)
+  redis.call('HINCRBY', tries, id, -1)
+end
+
+-- Ends an entry. Acknowledging alone would leave it in memory for ever.
+local function drop(stream, claims, tries, group, id)
+  redis.call('XACK', stream, group, id)
+  redis.call('XDEL', stream, id)
+  redis.call('HDEL', claims, id)
+  redis.call('HDEL', tries, id)
+end

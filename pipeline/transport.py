@@ -1,0 +1,262 @@
+"""What moves work between stages: the seam, its values, and what every implementation promises.
+
+Owns the types. Knows nothing about Redis; redis_streams.py and memory.py implement it, and one contract
+suite (tests/pipeline/test_transport_contract.py) holds both to this page.
+
+A delivery is a lease with a fence. Whoever receives an entry gets a random nonce; every later call about
+the entry is refused once somebody else has been given a newer one. So work may be done twice, effects
+happen once:
+
+               receive                    commit, ack
+    waiting ------------> held by nonce N ------------> gone
+       ^                    |    |    |
+       |     hand_back      |    |    +-- dead_letter --> dead stream
+       +--------------------+    +------- no renewal for a lease: receive gives it to another, nonce N+1
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from pipeline.keys import LEASE_S, MAX_QUEUE, RESULT_TTL_S, Priority
+
+EndState = Literal["finished", "failed", "cancelled"]
+END_STATES: tuple[EndState, ...] = ("finished", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One entry, leased to the one who received it; tries counts deliveries, this one included."""
+
+    stage: str
+    stream: str
+    entry_id: str
+    nonce: str
+    payload: bytes
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Append an entry to a stage's stream."""
+
+    stage: str
+    priority: Priority
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Append a delta to the results; refused unless exactly first_index tokens are there already."""
+
+    delta: bytes
+    first_index: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.first_index < 0 or self.num_tokens < 1:
+            raise ValueError(f"cannot emit {self.num_tokens} tokens from index {self.first_index}")
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End the request: write the terminal entry, let state and results expire, drop its chunk references."""
+
+    terminal: bytes
+    state: EndState
+
+
+@dataclass(frozen=True, slots=True)
+class AddChunk:
+    """Store one sealed chunk of this attempt; the first value of an index stays. Then join."""
+
+    index: int
+    ref: bytes
+
+    def __post_init__(self) -> None:
+        if self.index < 0:
+            raise ValueError(f"chunk index {self.index} is negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Say how many chunks this attempt has, and what decode gets when all are there. Then join.
+
+    The join appends the payload to decode's stream, once per request and attempt, in whichever call makes the
+    plan and chunks 0 .. num_chunks - 1 complete.
+    """
+
+    num_chunks: int
+    priority: Priority
+    payload: bytes
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 1:
+            raise ValueError(f"a plan of {self.num_chunks} chunks never completes")
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """Keep the delivery's payload with a reason in the stage's dead stream."""
+
+    reason: str
+
+
+Effect = Publish | Emit | Finish | AddChunk | Plan | DeadLetter
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """Effects that happen together or not at all, under the fence of one delivery; ack ends the delivery.
+
+    Only a DeadLetter may follow a Finish, and there is at most one Finish: what comes after an end is lost.
+    """
+
+    delivery: Delivery
+    request_id: str
+    attempt: int
+    effects: tuple[Effect, ...]
+    ack: bool
+
+    def __post_init__(self) -> None:
+        ends = [i for i, effect in enumerate(self.effects) if isinstance(effect, Finish)]
+        if not ends:
+            return
+        if any(isinstance(effect, Plan | AddChunk) for effect in self.effects):
+            raise ValueError("a transaction that finishes a request cannot hand it on to decode")
+        if any(not isinstance(effect, DeadLetter) for effect in self.effects[ends[0] + 1 :]):
+            raise ValueError("only a dead letter may follow a finish")
+
+
+class Outcome(StrEnum):
+    """What became of one transaction."""
+
+    OK = "ok"
+    """It happened."""
+    DUPLICATE = "duplicate"
+    """It happened, but an AddChunk found another value under its index, which stays: yours is not used."""
+    ALREADY = "already"
+    """The entry is gone: it was acknowledged before, by an earlier sending of this transaction or by another
+    holder. Nothing changed."""
+    FENCED = "fenced"
+    """Not yours to do: another holder, another attempt, or an Emit that does not follow what is there.
+    Nothing changed; drop the work quietly."""
+    GONE = "gone"
+    """The request has ended or its state is missing. The entry was acknowledged, nothing else changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request is durable as far as the server is, and will end in a terminal entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """The id is taken, by a request that runs or whose results have not expired. Nothing changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """The queue or the server's memory is full. Nothing changed."""
+
+    retry_after_s: float
+
+
+Admission = Accepted | Exists | Busy
+
+
+@dataclass(frozen=True, slots=True)
+class ResultEntry:
+    """One entry of a result stream; offset is the number of tokens so far, None for the terminal entry."""
+
+    offset: int | None
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A registered process."""
+
+    stage: str
+    consumer: str
+    info: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """How one process takes part; all processes of a stack must agree on everything but consumer."""
+
+    consumer: str
+    pool_id: str | None = None
+    """The pool whose blobs this process reaches; needed by prefill and whatever comes after it."""
+    lease_s: float = LEASE_S
+    max_queue: int = MAX_QUEUE
+    result_ttl_s: int = RESULT_TTL_S
+
+
+class Transport(Protocol):
+    """One process's connection to the queues. Every call may raise a ServerError; all may be repeated."""
+
+    @property
+    def consumer(self) -> str:
+        """The name under which this process holds entries."""
+        ...
+
+    async def admit(self, request_id: str, priority: Priority, payload: bytes) -> Admission:
+        """Accept a request: create its state and give it to the tokenizer, in one step."""
+        ...
+
+    async def receive(self, stage: str, max_items: int, block_s: float) -> list[Delivery]:
+        """Take up to max_items entries: interactive before batch, given-up ones before new ones.
+
+        Waits up to block_s for the first one. One call at a time per stage.
+        """
+        ...
+
+    async def renew(self, deliveries: Sequence[Delivery]) -> list[bool]:
+        """Extend the leases; False means lost, which no later renewal can undo."""
+        ...
+
+    async def commit(self, transactions: Sequence[Transaction]) -> list[Outcome]:
+        """Carry out transactions in order, in one round trip; a refused one does not touch the others."""
+        ...
+
+    async def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Give entries up unprocessed: claimable at once, not counted as a try. Lost ones are left alone."""
+        ...
+
+    async def dead_letter(self, delivery: Delivery, reason: str) -> None:
+        """Move an entry that belongs to no known request to the dead stream, unless it is lost.
+
+        Where the request is known, commit DeadLetter together with Finish instead.
+        """
+        ...
+
+    async def chunks(self, request_id: str, attempt: int) -> dict[int, bytes]:
+        """Return the sealed chunks of an attempt by index."""
+        ...
+
+    async def read_results(self, request_id: str, after: int, block_s: float) -> list[ResultEntry]:
+        """Return entries after the first `after` tokens, waiting up to block_s for one; a page at a time.
+
+        Raises:
+            UnknownRequest: nothing is there and nothing will come.
+        """
+        ...
+
+    async def queue_length(self, stage: str, priority: Priority) -> int:
+        """Return how many entries wait or are being worked on."""
+        ...
+
+    async def register(self, stage: str, info: bytes, ttl_s: float) -> None:
+        """Announce this process for ttl_s seconds; info replaces what it announced before."""
+        ...
+
+    async def processes(self) -> list[Process]:
+        """Return the processes whose registration has not run out, by stage and consumer."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections and this consumer's name; entries still held stay leased until they expire."""
+        ...

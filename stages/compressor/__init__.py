@@ -1,0 +1,1 @@
+"""Third stage: turns raw chunks into sealed ones."""

@@ -1,0 +1,23 @@
+"""Builds the compressor process and runs it."""
+
+from pipeline.worker import run_worker
+
+from kv_store.pool import FilePool
+from pipeline.model_files import resolve
+from pipeline.settings import Settings
+from stages.common.stage_process import run_stage, stage_process
+from stages.compressor.stage import CompressorStage
+from stages.engine.config import ModelConfig, open_gguf
+
+
+async def serve(settings: Settings) -> None:
+    """Compress until told to stop."""
+    layout = ModelConfig.from_gguf(open_gguf(resolve(settings.model, settings.home))).kv_layout
+    with FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool:
+        async with stage_process("compressor", settings, {"layout": layout.fingerprint()}, pool.pool_id) as process:
+            stage = CompressorStage(pool, layout, "zstd" if settings.zstd_kv else "none")
+            await run_worker(stage, process.transport, process.leases, process.stopping)
+
+
+if __name__ == "__main__":
+    run_stage("compressor", serve)

@@ -1,0 +1,82 @@
+"""The compressor as a map: a raw chunk in, a sealed one out.
+
+Sealing moves codes, it derives none: the sealed bytes are those the engine computed with. The raw blob is freed when
+the commit is through, the sealed one when the commit was refused. Knows nothing about models but the layout.
+"""
+
+import asyncio
+from contextlib import suppress
+
+import structlog
+
+from kv_store.blob import BlobKind, Compression
+from kv_store.codecs.registry import codec_numbered
+from kv_store.errors import BlobError, KvStoreError
+from kv_store.layout import KvLayout
+from kv_store.packing import pages_of
+from kv_store.pool import FilePool
+from kv_store.ref import BlobRef
+from pipeline import wire
+from pipeline.clock import now_us
+from pipeline.messages import RawChunk, SealedChunk
+from pipeline.transport import AddChunk, Delivery, Outcome, Transaction
+from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat
+
+log = structlog.get_logger("compressor")
+
+
+class CompressorStage:
+    """Seals chunks of one model in one pool."""
+
+    name = "compressor"
+
+    def __init__(self, pool: FilePool, layout: KvLayout, compression: Compression) -> None:
+        """Wire it up; it owns the blobs of a chunk from claim to commit."""
+        self._pool = pool
+        self._layout = layout
+        self._compression: Compression = compression
+
+    async def handle(self, delivery: Delivery) -> Transaction:
+        """Seal one chunk.
+
+        Raises:
+            WireError: The payload is not a RawChunk.
+            PoolError: The pool cannot take the blob now; the delivery is tried again.
+        """
+        raw = wire.unpack(delivery.payload, RawChunk).stamped("compressor_claimed", now_us())
+        try:
+            ref = await asyncio.to_thread(self._seal, raw)
+        except (BlobError, BlobMismatchError) as error:
+            # Decode computes again what it cannot read, so the request need not fail: pass the reference on.
+            log.warning("raw_chunk_unusable", request_id=raw.request_id, chunk=raw.chunk_index, reason=str(error))
+            ref = raw.ref
+        stamps = raw.stamped("sealed", now_us()).stamps
+        sealed = SealedChunk(chunk_index=raw.chunk_index, ref=ref, content_address=raw.content_address, stamps=stamps)
+        add = AddChunk(raw.chunk_index, wire.pack(sealed))
+        return Transaction(delivery, raw.request_id, raw.attempt, (add,), ack=True)
+
+    async def settled(self, transaction: Transaction, outcome: Outcome) -> None:
+        """Free what the outcome leaves without a reader."""
+        raw = wire.unpack(transaction.delivery.payload, RawChunk)
+        unused = [] if outcome is Outcome.FENCED else [raw.ref]  # fenced: another compressor still needs the raw blob
+        if outcome not in (Outcome.OK, Outcome.ALREADY):
+            added = [effect for effect in transaction.effects if isinstance(effect, AddChunk)]
+            unused += [wire.unpack(effect.ref, SealedChunk).ref for effect in added]
+        for ref in unused:
+            with suppress(KvStoreError):  # a blob that cannot be removed is the sweeper's
+                await asyncio.to_thread(self._pool.release, ref.name)
+
+    def _seal(self, raw: RawChunk) -> BlobRef:
+        with self._pool.read(raw.ref) as (header, payload):
+            chunk = ChunkId(
+                raw.request_id,
+                raw.attempt,
+                raw.chunk_index,
+                raw.start_token,
+                header.num_tokens,
+                raw.content_address,
+            )
+            kv_format = KvFormat(self._layout, codec_numbered(header.codec_id), header.fingerprint)
+            kv_format.check(header, BlobKind.PAGED, chunk)
+            pages = pages_of(payload, self._layout, kv_format.codec, header.num_tokens)
+            return kv_format.write_sealed(self._pool, chunk, pages, self._compression)

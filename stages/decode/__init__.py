@@ -1,0 +1,1 @@
+"""Last stage: continuous batching over paged KV, speculation, text."""

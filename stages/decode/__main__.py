@@ -1,0 +1,36 @@
+"""Builds the decode process and runs it."""
+
+from kv_store.pool import FilePool
+from pipeline.model_files import resolve
+from pipeline.settings import Settings
+from stages.common.stage_process import run_stage, stage_process
+from stages.decode.admission import Admission
+from stages.decode.stage import DecodeStage
+from stages.engine.engine import Engine
+from stages.text.tokenizer import Tokenizer
+from stages.text.vocabulary import Vocabulary
+
+
+async def serve(settings: Settings) -> None:
+    """Decode until told to stop."""
+    model_path = resolve(settings.model, settings.home)
+    tokenizer = Tokenizer(Vocabulary.from_gguf(model_path))
+    with (
+        Engine(model_path, settings.kv_codec, settings.num_pages, settings.engine_threads) as engine,
+        FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool,
+    ):
+        async with stage_process("decode", settings, engine.fingerprint.parts(), pool.pool_id) as process:
+            admission = Admission(process.transport, engine, pool, tokenizer)
+            stage = DecodeStage(
+                process.transport,
+                process.leases,
+                engine,
+                admission,
+                max_num_seqs=settings.max_num_seqs,
+                num_speculative_tokens=settings.num_speculative_tokens,
+            )
+            await stage.run(process.stopping)
+
+
+if __name__ == "__main__":
+    run_stage("decode", serve)

@@ -1,0 +1,137 @@
+"""Brings a prefilled request into the engine: its KV from the pool, its emitted tokens from the result stream.
+
+A blob that is missing or damaged is computed again here, from the prompt: the bits are the same by construction, and
+it is counted. A request that somebody else began is continued after the last token its readers can see.
+"""
+
+import asyncio
+from collections.abc import Sequence as Tokens
+from contextlib import suppress
+
+import structlog
+
+from kv_store.errors import KvStoreError
+from kv_store.packing import PayloadSizeError
+from kv_store.pool import FilePool
+from pipeline import wire
+from pipeline.clock import now_us
+from pipeline.messages import Delta, PrefilledPrompt, SealedChunk, Stamp
+from pipeline.transport import Delivery, Transport
+from stages.common.chunking import chunks_of
+from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat
+from stages.common.output_text import OutputText
+from stages.common.sampling_spec import end_token_ids, sampling_spec
+from stages.decode.request import DecodeRequest
+from stages.engine import stepping
+from stages.engine.engine import Engine
+from stages.engine.kv_cache import pages_for
+from stages.engine.sequence import Sequence
+from stages.engine.speculation.prompt_lookup import PromptLookup
+from stages.text.tokenizer import Tokenizer
+
+log = structlog.get_logger("decode")
+
+_UNUSABLE = (KvStoreError, BlobMismatchError, PayloadSizeError)
+
+
+class Admission:
+    """Turns deliveries into running requests."""
+
+    def __init__(self, transport: Transport, engine: Engine, pool: FilePool, tokenizer: Tokenizer) -> None:
+        """Wire it up; it owns none of these."""
+        self._transport = transport
+        self._engine = engine
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._format = KvFormat(engine.config.kv_layout, engine.codec, engine.fingerprint.digest())
+
+    async def admit(self, delivery: Delivery, message: PrefilledPrompt, pages: list[int]) -> DecodeRequest:
+        """Load a request into `pages`, which it owns from now on."""
+        stamps = (*message.stamps, Stamp(boundary="decode_claimed", at_us=now_us()))
+        output_token_ids = [message.first_token_id]
+        if delivery.tries > 1:
+            output_token_ids = await self._emitted(message) or output_token_ids
+        sequence = self._sequence(message, pages)
+        chunk_stamps = await self._load(message, sequence)
+        await self._replay(sequence, output_token_ids)
+        text = OutputText(self._tokenizer, message.params.stop)
+        for token_id in output_token_ids:
+            text.push(token_id)
+        stamps = (*stamps, *chunk_stamps, Stamp(boundary="kv_loaded", at_us=now_us()))
+        return DecodeRequest(delivery, message, sequence, text, stamps)
+
+    def _sequence(self, message: PrefilledPrompt, pages: list[int]) -> Sequence:
+        vocabulary = self._tokenizer.vocabulary
+        return Sequence(
+            prompt_token_ids=message.prompt_token_ids,
+            spec=sampling_spec(message.params),
+            max_tokens=message.max_tokens,
+            end_token_ids=end_token_ids(message.params, vocabulary.end_of_generation_ids),
+            block_table=pages,
+            drafter=PromptLookup(message.prompt_token_ids) if message.speculate else None,
+        )
+
+    async def _emitted(self, message: PrefilledPrompt) -> list[int]:
+        """Tokens that readers can already see."""
+        token_ids: list[int] = []
+        while True:
+            entries = await self._transport.read_results(message.request_id, len(token_ids), 0)
+            deltas = [wire.unpack(entry.data, Delta) for entry in entries if entry.offset is not None]
+            if not deltas:
+                return token_ids
+            for delta in deltas:
+                token_ids.extend(delta.token_ids)
+
+    async def _load(self, message: PrefilledPrompt, sequence: Sequence) -> tuple[Stamp, ...]:
+        """Copy the chunks into the sequence's pages; what cannot be used is computed."""
+        stored = await self._transport.chunks(message.request_id, message.attempt)
+        chunks = chunks_of(
+            message.request_id,
+            message.attempt,
+            message.prompt_token_ids,
+            message.chunk_tokens,
+            self._format.fingerprint,
+        )
+        stamps: list[Stamp] = []
+        usable = True
+        for chunk in chunks:
+            if chunk.index not in stored:
+                usable = False
+                continue
+            sealed = wire.unpack(stored[chunk.index], SealedChunk)
+            stamps.extend(sealed.stamps)
+            usable = usable and await self._load_chunk(sequence, chunk, sealed)
+            # The chunk is in the pages or will be computed: either way nobody needs the blob any more.
+            with suppress(KvStoreError):
+                await asyncio.to_thread(self._pool.release, sealed.ref.name)
+        await self._compute_rest(sequence, message.chunk_tokens)
+        return tuple(stamps)
+
+    async def _load_chunk(self, sequence: Sequence, chunk: ChunkId, sealed: SealedChunk) -> bool:
+        first = pages_for(chunk.start_token)
+        indices = sequence.block_table[first : first + pages_for(chunk.num_tokens)]
+        pages = [self._engine.cache.page(index) for index in indices]
+        try:
+            await asyncio.to_thread(self._format.read_sealed, self._pool, sealed.ref, chunk, pages)
+        except _UNUSABLE as error:
+            log.warning("kv_unusable", request_id=chunk.request_id, chunk=chunk.index, reason=str(error))
+            return False
+        sequence.num_computed_tokens += chunk.num_tokens
+        return True
+
+    async def _compute_rest(self, sequence: Sequence, chunk_tokens: int) -> None:
+        missing = len(sequence.prompt_token_ids) - sequence.num_computed_tokens
+        if missing:
+            log.warning("kv_recomputed", num_tokens=missing)
+        while sequence.num_computed_tokens < len(sequence.prompt_token_ids):
+            await self._engine.compute(
+                stepping.prefill_chunk, self._engine.model, self._engine.cache, sequence, chunk_tokens
+            )
+
+    async def _replay(self, sequence: Sequence, output_token_ids: Tokens[int]) -> None:
+        """Compute the KV of all emitted tokens but the newest, which the next step computes."""
+        sequence.output_token_ids.extend(output_token_ids)
+        if sequence.drafter is not None:
+            sequence.drafter.extend(output_token_ids)
+        if len(output_token_ids) > 1:
+            await self._engine.compute(stepping.replay, self._engine.model, self._engine.cache, sequence)

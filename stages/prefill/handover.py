@@ -1,0 +1,84 @@
+"""Hands one computed chunk on: its pages into the pool, its reference into the queue.
+
+Two ways with one result: a raw blob for the compressor, or, where prefill seals itself, a sealed blob at once. A full
+pool is waited for. Knows nothing about how chunks are computed.
+"""
+
+import asyncio
+
+from kv_store.blob import Compression
+from kv_store.errors import PoolFull
+from kv_store.packing import PageArrays
+from kv_store.pool import FilePool
+from kv_store.ref import BlobRef
+from pipeline import wire
+from pipeline.clock import now_us
+from pipeline.messages import RawChunk, SealedChunk, Stamp, TokenizedPrompt
+from pipeline.transport import AddChunk, Effect, Publish
+from stages.common.kv_blobs import ChunkId, KvFormat
+from stages.engine.engine import Engine
+from stages.engine.kv_cache import pages_for
+from stages.engine.sequence import Sequence
+
+# Decode frees blobs every few milliseconds; a pool that stays full this long is too small or nobody decodes.
+POOL_WAIT_S = 30.0
+_POOL_POLL_S = 0.02
+
+
+class Handover:
+    """Writes chunks; one per process."""
+
+    def __init__(self, engine: Engine, pool: FilePool, *, seal: bool, compression: Compression) -> None:
+        """Choose the way: `seal` writes sealed blobs without the compressor's hop."""
+        self._engine = engine
+        self._pool = pool
+        self._seal = seal
+        self._compression: Compression = compression
+        self.format = KvFormat(engine.config.kv_layout, engine.codec, engine.fingerprint.digest())
+
+    async def effect(self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId) -> tuple[Effect, BlobRef]:
+        """Write the chunk's blob; returns the effect that makes it known, and its reference.
+
+        Raises:
+            PoolFull: There was no room for POOL_WAIT_S.
+        """
+        computed = Stamp(boundary="chunk_computed", at_us=now_us())
+        ref = await self._write(chunk, self._pages(sequence, chunk))
+        stamps = (computed, Stamp(boundary="chunk_written", at_us=now_us()))
+        if self._seal:
+            sealed = SealedChunk(chunk_index=chunk.index, ref=ref, content_address=chunk.content_address, stamps=stamps)
+            return AddChunk(chunk.index, wire.pack(sealed)), ref
+        raw = RawChunk(
+            request_id=chunk.request_id,
+            attempt=chunk.attempt,
+            priority=message.priority,
+            chunk_index=chunk.index,
+            start_token=chunk.start_token,
+            ref=ref,
+            content_address=chunk.content_address,
+            stamps=stamps,
+        )
+        return Publish("compressor", message.priority, wire.pack(raw)), ref
+
+    async def discard(self, ref: BlobRef) -> None:
+        """Give up a blob whose effect did not happen."""
+        await asyncio.to_thread(self._pool.release, ref.name)
+
+    def _pages(self, sequence: Sequence, chunk: ChunkId) -> list[PageArrays]:
+        first = pages_for(chunk.start_token)
+        indices = sequence.block_table[first : first + pages_for(chunk.num_tokens)]
+        return [self._engine.cache.page(index) for index in indices]
+
+    async def _write(self, chunk: ChunkId, pages: list[PageArrays]) -> BlobRef:
+        deadline = asyncio.get_running_loop().time() + POOL_WAIT_S
+        while True:
+            try:
+                if self._seal:
+                    return await asyncio.to_thread(
+                        self.format.write_sealed, self._pool, chunk, pages, self._compression
+                    )
+                return await asyncio.to_thread(self.format.write_raw, self._pool, chunk, pages)
+            except PoolFull:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(_POOL_POLL_S)

@@ -1,0 +1,226 @@
+"""Prefill as a process: one prompt after the other, chunk by chunk, each chunk handed on while the next one computes.
+
+Before it takes a prompt it waits until decode has caught up and the pool has room: work piles up where it is cheapest,
+as token ids in a queue. After the last chunk it samples token 0 and commits everything at once: the token for the
+reader, the last chunk, the plan that lets decode begin. A request that ends with token 0 never reaches decode.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import structlog
+from pipeline.leases import LeaseKeeper
+
+from kv_store.errors import PoolFull
+from kv_store.packing import paged_bytes
+from kv_store.pool import FilePool
+from kv_store.ref import BlobRef
+from pipeline import wire
+from pipeline.clock import now_us
+from pipeline.errors import WireError
+from pipeline.keys import PRIORITIES
+from pipeline.messages import Failure, PrefilledPrompt, TokenizedPrompt
+from pipeline.transport import Delivery, Effect, Emit, Outcome, Plan, Transaction, Transport
+from stages.common import results
+from stages.common.chunking import chunks_of
+from stages.common.failures import fail
+from stages.common.kv_blobs import ChunkId
+from stages.common.output_text import OutputText
+from stages.common.sampling_spec import end_token_ids, sampling_spec
+from stages.engine import stepping
+from stages.engine.engine import Engine
+from stages.engine.sampling import SampledToken, sample
+from stages.engine.sequence import EndReason, Sequence
+from stages.prefill.handover import Handover
+from stages.text.tokenizer import Tokenizer
+
+log = structlog.get_logger("prefill")
+
+_BLOCK_S = 1.0  # how long one read waits for work; a stop is noticed within it
+_ROOM_POLL_S = 0.01  # how often decode's queue and the pool are looked at while they are full
+_KEPT = (Outcome.OK, Outcome.DUPLICATE)
+
+
+class LostRequestError(Exception):
+    """The request ended or went to somebody else while it was computed: drop it quietly."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    """What prefill may put in front of decode, and how prompts are cut."""
+
+    chunk_tokens: int
+    max_decode_queue: int
+
+
+class PrefillStage:
+    """Runs until told to stop, then finishes the prompt it is at."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        leases: LeaseKeeper,
+        engine: Engine,
+        pool: FilePool,
+        tokenizer: Tokenizer,
+        handover: Handover,
+        limits: PrefillLimits,
+    ) -> None:
+        """Wire it up; it owns the pages of the prompt it computes, nothing else."""
+        self._transport = transport
+        self._leases = leases
+        self._engine = engine
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._handover = handover
+        self._limits = limits
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until `stopping` is set."""
+        while not stopping.is_set():
+            if not await self._has_room():
+                await asyncio.sleep(_ROOM_POLL_S)
+                continue
+            for delivery in await self._transport.receive("prefill", 1, _BLOCK_S):
+                self._leases.hold(delivery)
+                try:
+                    await self._serve(delivery)
+                finally:
+                    self._leases.drop(delivery)
+
+    async def _has_room(self) -> bool:
+        """Whether decode has caught up and the pool could take another prompt of the longest kind in flight."""
+        lengths = [await self._transport.queue_length("decode", priority) for priority in PRIORITIES]
+        chunk = paged_bytes(self._engine.config.kv_layout, self._engine.codec, self._limits.chunk_tokens)
+        return sum(lengths) < self._limits.max_decode_queue and self._pool.free_bytes() > chunk
+
+    async def _serve(self, delivery: Delivery) -> None:
+        try:
+            message = wire.unpack(delivery.payload, TokenizedPrompt)
+        except WireError as error:
+            await self._transport.dead_letter(delivery, str(error))
+            return
+        message = message.stamped("prefill_claimed", now_us())
+        sequence = self._sequence(message)
+        try:
+            await self._compute(delivery, message, sequence)
+        except LostRequestError as lost:
+            log.info("request_dropped", request_id=message.request_id, outcome=str(lost))
+        except PoolFull as error:
+            failure = Failure(stage="prefill", code="kv_pool_full", message=str(error), retryable=True)
+            effects = (fail(failure, message.stamps),)
+            await self._commit(delivery, message, effects, ack=True)
+        finally:
+            self._engine.cache.free(sequence.block_table)
+
+    def _sequence(self, message: TokenizedPrompt) -> Sequence:
+        return Sequence(
+            prompt_token_ids=message.prompt_token_ids,
+            spec=sampling_spec(message.params),
+            max_tokens=message.max_tokens,
+            end_token_ids=end_token_ids(message.params, self._tokenizer.vocabulary.end_of_generation_ids),
+            block_table=self._engine.cache.allocate(len(message.prompt_token_ids)),
+        )
+
+    async def _compute(self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence) -> None:
+        *earlier, last = chunks_of(
+            message.request_id,
+            message.attempt,
+            message.prompt_token_ids,
+            self._limits.chunk_tokens,
+            self._handover.format.fingerprint,
+        )
+        try:
+            async with asyncio.TaskGroup() as handovers:
+                for chunk in earlier:
+                    await self._engine.compute(
+                        stepping.prefill_chunk,
+                        self._engine.model,
+                        self._engine.cache,
+                        sequence,
+                        chunk.num_tokens,
+                    )
+                    self._leases.progressed()
+                    handovers.create_task(self._publish(delivery, message, sequence, chunk))
+                token, text, reason = await self._engine.compute(self._last_chunk, message, sequence, last)
+                self._leases.progressed()
+        except* LostRequestError as lost:
+            raise LostRequestError(str(lost.exceptions[0])) from lost
+        except* PoolFull as full:
+            raise full.exceptions[0] from full
+        message = message.stamped("prefill_computed", now_us())
+        await self._finish(delivery, message, sequence, last, results.emit(0, [token], text.first), text, reason)
+
+    def _last_chunk(
+        self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId
+    ) -> "tuple[SampledToken, FirstText, EndReason | None]":
+        """In the engine's thread: compute, sample token 0, and see whether the request ends with it."""
+        logits = stepping.prefill_chunk(self._engine.model, self._engine.cache, sequence, chunk.num_tokens)
+        token = sample(logits[0], sequence.spec, 0, sequence.history)
+        reason = sequence.append(token)
+        text = OutputText(self._tokenizer, message.params.stop)
+        piece, stopped = text.push(token.token_id)
+        return token, FirstText(piece, text), "stop" if stopped else reason
+
+    async def _finish(
+        self,
+        delivery: Delivery,
+        message: TokenizedPrompt,
+        sequence: Sequence,
+        last: ChunkId,
+        first_token: Emit,
+        text: "FirstText",
+        reason: EndReason | None,
+    ) -> None:
+        if reason is not None:
+            stamps = message.stamped("finished", now_us()).stamps
+            end = results.finish(reason, text.rest.finish(), sequence, stamps)
+            await self._commit(delivery, message, (first_token, end), ack=True)
+            return
+        chunk_effect, ref = await self._handover.effect(message, sequence, last)
+        plan = self._plan(message, sequence, last.index + 1)
+        await self._commit(delivery, message, (first_token, chunk_effect, plan), ack=True, ref=ref)
+
+    def _plan(self, message: TokenizedPrompt, sequence: Sequence, num_chunks: int) -> Plan:
+        prefilled = PrefilledPrompt(
+            request_id=message.request_id,
+            attempt=message.attempt,
+            priority=message.priority,
+            prompt_token_ids=message.prompt_token_ids,
+            first_token_id=sequence.output_token_ids[0],
+            params=message.params,
+            max_tokens=message.max_tokens,
+            num_chunks=num_chunks,
+            chunk_tokens=self._limits.chunk_tokens,
+            speculate=message.speculate,
+            stamps=message.stamps,
+        )
+        return Plan(num_chunks, message.priority, wire.pack(prefilled))
+
+    async def _publish(self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId) -> None:
+        effect, ref = await self._handover.effect(message, sequence, chunk)
+        await self._commit(delivery, message, (effect,), ack=False, ref=ref)
+
+    async def _commit(
+        self,
+        delivery: Delivery,
+        message: TokenizedPrompt,
+        effects: tuple[Effect, ...],
+        *,
+        ack: bool,
+        ref: BlobRef | None = None,
+    ) -> None:
+        transaction = Transaction(delivery, message.request_id, message.attempt, effects, ack)
+        [outcome] = await self._transport.commit([transaction])
+        if outcome is not Outcome.OK and ref is not None:
+            await self._handover.discard(ref)
+        if outcome not in _KEPT:
+            raise LostRequestError(outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstText:
+    """What token 0 completed, and the text object that holds the rest."""
+
+    first: str
+    rest: OutputText

