@@ -208,9 +208,7 @@ class PrivateDirectory:
                     found = [(entry.name, _status(entry)) for entry in listing]
             finally:
                 os.close(fd)
-        return [
-            (name, status) for name, status in found if status is not None and stat.S_ISREG(status.st_mode)
-        ]
+        return [(name, status) for name, status in found if status is not None and stat.S_ISREG(status.st_mode)]
 
     def free_bytes(self) -> int | None:
         """What the file system has left for us, None if it has no limit."""

@@ -82,9 +82,7 @@ class PoolFull(PoolError):
     retryable = True
 
     def __init__(self, wanted_bytes: int, free_bytes: int, quota_bytes: int) -> None:
-        super().__init__(
-            f"KV pool is full: wanted {wanted_bytes} bytes, {free_bytes} free of a quota of {quota_bytes}"
-        )
+        super().__init__(f"KV pool is full: wanted {wanted_bytes} bytes, {free_bytes} free of a quota of {quota_bytes}")
         self.wanted_bytes = wanted_bytes
         self.free_bytes = free_bytes
         self.quota_bytes = quota_bytes

@@ -8,6 +8,8 @@ Knows nothing about stages beyond which message lies in whose stream.
     remove_entries(ids)   after the stages have stopped: the entries that they handed back
 """
 
+import os
+import socket
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from pipeline.errors import WireError
 from pipeline.keys import POOLED_STAGES, PRIORITIES, STAGES, Keys
 from pipeline.messages import GenerateRequest, PrefilledPrompt, RawChunk, TokenizedPrompt, WorkItem
 from pipeline.settings import Settings
+from pipeline.transport import Process
 from pipeline.wire import unpack
 
 PAGE = 500  # entries read at a time
@@ -46,6 +49,17 @@ class Leftovers:
             health_check_interval=0,
             retry_on_timeout=False,
         )
+
+    async def drop_dead_processes(self, processes: Collection[Process]) -> None:
+        """Delete the registrations of processes of this host that ended without a goodbye.
+
+        They would run out by themselves, but a new stack with another model would be told that it does not
+        fit to them.
+        """
+        for process in processes:
+            host, pid = host_and_pid(process)
+            if host == socket.gethostname() and not _is_alive(pid):
+                await self._redis.delete(self._keys.process(process.stage, process.consumer))
 
     async def forget(self, request_ids: Collection[str]) -> None:
         """Delete all state of requests; their stages learn it at their next commit."""
@@ -82,9 +96,7 @@ class Leftovers:
         doomed: list[bytes] = []
         start = b"-"
         while entries := await self._redis.xrange(stream, start, b"+", PAGE):
-            doomed += [
-                entry_id for entry_id, fields in entries if _request_id(stage, fields[b"p"]) in request_ids
-            ]
+            doomed += [entry_id for entry_id, fields in entries if _request_id(stage, fields[b"p"]) in request_ids]
             start = b"(" + entries[-1][0]
         if doomed:
             # Undelivered entries too: it costs the server its estimate of the lag, which nothing here reads.
@@ -95,6 +107,22 @@ class Leftovers:
                 together.hdel(self._keys.tries(stream), *doomed)
                 await together.execute()
         return len(doomed)
+
+
+def host_and_pid(process: Process) -> tuple[str, int]:
+    """Return where a registered process runs; its consumer's name is host:pid:random."""
+    host, pid, _ = process.consumer.rsplit(":", 2)
+    return host, int(pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _request_id(stage: str, payload: bytes) -> str | None:

@@ -25,6 +25,10 @@ class RunProgress(ABC):
         self.num_tokens = 0
         self._started_at = time.monotonic()
 
+    def start(self) -> None:
+        """Count the time from now on: the stack is ready."""
+        self._started_at = time.monotonic()
+
     def tokens(self, num: int) -> None:
         """Tokens arrived."""
         self.num_tokens += num
@@ -71,9 +75,7 @@ class PlainProgress(RunProgress):
             return
         self._due_at = time.monotonic() + PLAIN_EVERY_S
         failed = f", {self.num_failed} failed" if self.num_failed else ""
-        self.note(
-            f"{self.num_done}/{self.num_lines} lines{failed}, {self.num_tokens} tokens, {self.rate:.1f} tok/s"
-        )
+        self.note(f"{self.num_done}/{self.num_lines} lines{failed}, {self.num_tokens} tokens, {self.rate:.1f} tok/s")
 
     def note(self, line: str) -> None:
         """Print the line."""

@@ -99,9 +99,7 @@ class RunReport:
             "tpot_ms": _percentiles(self._tpot_ms),
             "draft_tokens": self.draft_tokens,
             "accepted_tokens": self.accepted_tokens,
-            "acceptance_rate": round(self.accepted_tokens / self.draft_tokens, 4)
-            if self.draft_tokens
-            else None,
+            "acceptance_rate": round(self.accepted_tokens / self.draft_tokens, 4) if self.draft_tokens else None,
             "finish_reasons": dict(sorted(self.finish_reasons.items())),
             "errors": self.errors,
         }
@@ -138,9 +136,7 @@ class RunReport:
             lines.append(f"TTFT {_spread(ttft)}, TPOT {_spread(tpot)}")
         if self.draft_tokens:
             rate = 100 * self.accepted_tokens / self.draft_tokens
-            lines.append(
-                f"{self.accepted_tokens} of {self.draft_tokens} draft tokens accepted ({rate:.0f} %)"
-            )
+            lines.append(f"{self.accepted_tokens} of {self.draft_tokens} draft tokens accepted ({rate:.0f} %)")
         return "\n".join(lines)
 
     def _rate(self, wall_s: float) -> float:

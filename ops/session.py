@@ -110,6 +110,8 @@ class Answer:
     submitted: Submitted
     outcome: Completion | Failure
     timing: Timing
+    held_back: str
+    """Text that came with the end, after the last delta."""
 
 
 class Session:
@@ -148,9 +150,7 @@ class Session:
         self._unfinished.add(request.request_id)
         payload = pack(request)
         while isinstance(
-            admission := await self._patiently(
-                lambda: self._transport.admit(request.request_id, priority, payload)
-            ),
+            admission := await self._patiently(lambda: self._transport.admit(request.request_id, priority, payload)),
             Busy,
         ):
             self._check_stalled("the queue is full")
@@ -158,9 +158,7 @@ class Session:
         # Exists is as good: the id is ours alone, so an earlier try got through and its answer did not.
         self._moved_at = self.monotonic()
         assert request.params.seed is not None
-        return Submitted(
-            request.request_id, request.params.seed, request.stamps[0].at_us // 1_000_000, started_at
-        )
+        return Submitted(request.request_id, request.params.seed, request.stamps[0].at_us // 1_000_000, started_at)
 
     async def follow(self, request_id: str) -> AsyncIterator[Delta | Terminal]:
         """Yield what comes out of a request from its first token on; the terminal is the last.
@@ -186,16 +184,14 @@ class Session:
                 num_tokens = entry.offset
                 yield unpack(entry.data, Delta)
 
-    async def answer(
-        self, ask: Ask, priority: Priority, on_delta: Callable[[Delta], None] = lambda _: None
-    ) -> Answer:
+    async def answer(self, ask: Ask, priority: Priority, on_delta: Callable[[Delta], None] = lambda _: None) -> Answer:
         """Submit a request and return its end; `on_delta` sees each delta as it comes."""
         submitted = await self.submit(ask, priority)
         timing = Timing(submitted.started_at)
         deltas: list[Delta] = []
         async for entry in self.follow(submitted.request_id):
             if isinstance(entry, Terminal):
-                return Answer(submitted, outcome_of(deltas, entry), timing)
+                return Answer(submitted, outcome_of(deltas, entry), timing, entry.text)
             timing.saw(entry, self.monotonic())
             deltas.append(entry)
             on_delta(entry)

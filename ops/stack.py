@@ -16,7 +16,7 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from ops.leftovers import Leftovers
+from ops.leftovers import Leftovers, host_and_pid
 from ops.pool_share import PoolShare
 from ops.process import Echo
 from ops.procfile import default_procfile, read_procfile
@@ -88,6 +88,7 @@ class Stack(Serving):
         leftovers = Leftovers(self.settings, share.pool_id)
         starting.push_async_callback(leftovers.close)
         starting.push_async_callback(self._clear_up, share, leftovers)
+        await leftovers.drop_dead_processes(await transport.processes())
         self.supervisor = Supervisor(
             lines,
             self._replicas,
@@ -144,10 +145,9 @@ def stage_environment(settings: Settings) -> dict[str, str]:
 
 
 async def _local_pids(transport: Transport) -> Set[int]:
-    """The processes of this host that are registered; a consumer's name is host:pid:random."""
-    names = [process.consumer.rsplit(":", 2) for process in await transport.processes()]
-    host = socket.gethostname()
-    return {int(name[1]) for name in names if len(name) == 3 and name[0] == host and name[1].isdigit()}
+    """Return the processes of this host that are registered."""
+    places = [host_and_pid(process) for process in await transport.processes()]
+    return {pid for host, pid in places if host == socket.gethostname()}
 
 
 async def _first(watchers: list[Awaitable[SluiceError]]) -> SluiceError:
@@ -161,9 +161,7 @@ async def _first(watchers: list[Awaitable[SluiceError]]) -> SluiceError:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def choose_stack(
-    settings: Settings, replicas: Mapping[str, int], warn: Warn = warn_on_stderr
-) -> Serving:
+async def choose_stack(settings: Settings, replicas: Mapping[str, int], warn: Warn = warn_on_stderr) -> Serving:
     """Return the stack of a `sluice up` in this home where one runs, else one of our own; enter it."""
     advert = await find_advert(settings.home)
     if advert is None:

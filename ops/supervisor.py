@@ -138,9 +138,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[StageFailed] | None = None
         self._stopping = False
-        self._spawning = (
-            asyncio.Lock()
-        )  # whoever holds it may start processes, or say that none is started any more
+        self._spawning = asyncio.Lock()  # whoever holds it may start processes, or say that none is started any more
         self._all_ready_once = False
         for line in lines:
             launch = Launch(line.command, surroundings.environment, surroundings.cwd)
@@ -241,9 +239,7 @@ class Supervisor:
         ready = asyncio.create_task(slot.ready.wait())
         try:
             timeout_s = self._policy.ready_timeout_s
-            done, _ = await asyncio.wait(
-                {ended, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait({ended, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 process.kill()
                 await ended
@@ -263,11 +259,13 @@ class Supervisor:
             await slot.ready.wait()
 
     async def _watch_ready(self) -> None:
+        seen: Set[int] = frozenset()
         while True:
             waiting = [slot for slot in self._slots if not slot.ready.is_set()]
-            pids = await self._ready_pids() if waiting else frozenset[int]()
+            # Twice in a row: a process that finds that it does not fit to the others leaves at once.
+            before, seen = seen, await self._ready_pids() if waiting else frozenset[int]()
             for slot in waiting:
-                if slot.process is not None and slot.process.pid in pids:
+                if slot.process is not None and slot.process.pid in before & seen:
                     slot.ready_at = time.monotonic()
                     slot.ready.set()
                     logger.info("process_ready", process=slot.name, pid=slot.process.pid)

@@ -100,6 +100,8 @@ class EmbeddedValkey:
             line = (await self._reader.readline()).decode().strip()
         except ConnectionError:
             line = ""
+        if line != "ready":
+            self._hang_up()
         if line.startswith("failed"):
             raise ValkeyFailed(f"the server in {self.directory} failed: {line.removeprefix('failed ')}")
         return line == "ready"

@@ -176,9 +176,7 @@ def _custom_id(line: dict[str, object]) -> str:
     if value is None:
         raise InvalidLine("custom_id", "is missing")
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_CUSTOM_ID_CHARS or not is_unicode(value):
-        raise InvalidLine(
-            "custom_id", f"must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters, got {shown(value)}"
-        )
+        raise InvalidLine("custom_id", f"must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters, got {shown(value)}")
     return value
 
 

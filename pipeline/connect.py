@@ -99,8 +99,7 @@ async def check_server(client: Redis, address: str) -> None:
     if policy != "noeviction":
         raise ServerPolicy(
             address,
-            f"has maxmemory-policy {policy} and may throw requests away; "
-            f"run CONFIG SET maxmemory-policy noeviction",
+            f"has maxmemory-policy {policy} and may throw requests away; run CONFIG SET maxmemory-policy noeviction",
         )
 
 

@@ -63,8 +63,7 @@ class UnknownRequest(SluiceError):  # noqa: N818
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
-            f"request {request_id} is not known: never accepted, its results have expired, "
-            f"or the server lost its data"
+            f"request {request_id} is not known: never accepted, its results have expired, or the server lost its data"
         )
         self.request_id = request_id
 

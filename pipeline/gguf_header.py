@@ -62,9 +62,7 @@ class TensorInfo:
         """Return the size of the data; the type must be one that can be served (KeyError otherwise)."""
         block_elements, block_bytes = _BLOCKS[self.type_name]
         if self.dims[0] % block_elements:
-            raise HeaderError(
-                f"is damaged: tensor {self.name} has rows of {self.dims[0]} elements, not whole blocks"
-            )
+            raise HeaderError(f"is damaged: tensor {self.name} has rows of {self.dims[0]} elements, not whole blocks")
         return math.prod(self.dims) // block_elements * block_bytes
 
 

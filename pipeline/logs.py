@@ -13,7 +13,7 @@ import structlog
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-def configure_logging(stage: str, level: LogLevel = "info") -> None:
+def configure_logs(stage: str, level: LogLevel = "info") -> None:
     """Set logging up for this process; call it once, from `__main__`."""
     renderers: list[structlog.typing.Processor] = (
         [structlog.dev.ConsoleRenderer()]

@@ -122,9 +122,7 @@ def resolve(name_or_path: str, home: Path) -> Path:
 
 def list_models(home: Path) -> list[ModelEntry]:
     """Return the known models and the files someone put into home/models, by name; judged by size alone."""
-    names = set(KNOWN_MODELS) | {
-        path.stem for path in (home / "models").glob("*.gguf") if _is_name(path.stem)
-    }
+    names = set(KNOWN_MODELS) | {path.stem for path in (home / "models").glob("*.gguf") if _is_name(path.stem)}
     return [_entry(name, home) for name in sorted(names)]
 
 
@@ -149,8 +147,7 @@ def check_gguf(path: Path) -> GgufSummary:
 def _check_tensors(header: GgufHeader, file_bytes: int) -> None:
     if header.architecture not in ARCHITECTURES:
         raise HeaderError(
-            f"holds a model of architecture {header.architecture!r}; "
-            f"only {', '.join(ARCHITECTURES)} can be served"
+            f"holds a model of architecture {header.architecture!r}; only {', '.join(ARCHITECTURES)} can be served"
         )
     if not header.tensors:
         raise HeaderError("holds no tensors")
@@ -161,9 +158,7 @@ def _check_tensors(header: GgufHeader, file_bytes: int) -> None:
             )
         end = header.data_offset + tensor.offset + tensor.num_bytes()
         if end > file_bytes:
-            raise HeaderError(
-                f"is cut short: it has {file_bytes} bytes, tensor {tensor.name} ends at byte {end}"
-            )
+            raise HeaderError(f"is cut short: it has {file_bytes} bytes, tensor {tensor.name} ends at byte {end}")
 
 
 def _entry(name: str, home: Path) -> ModelEntry:

@@ -32,9 +32,7 @@ log = structlog.get_logger(__name__)
 class RedisCalls:
     """Calls on one client, each repeated for up to patience_s while the server does not answer."""
 
-    def __init__(
-        self, client: Redis, address: str, patience_s: float, monotonic: Monotonic = monotonic_s
-    ) -> None:
+    def __init__(self, client: Redis, address: str, patience_s: float, monotonic: Monotonic = monotonic_s) -> None:
         self._client = client
         self._address = address
         self._patience_s = patience_s
@@ -68,12 +66,9 @@ class RedisCalls:
         while True:
             try:
                 return await send()
-            except (
-                redis_errors.AuthenticationError,
-                redis_errors.AuthorizationError,
-            ) as error:  # connection errors to the library
-                raise ServerRefused(self._address, f"{what}: {error}") from error
             except LOST as error:
+                if _is_refusal(error):
+                    raise ServerRefused(self._address, f"{what}: {error}") from error
                 left_s = deadline - self._monotonic()
                 if left_s <= 0:
                     problem = f"no answer to {what} within {self._patience_s:g} s ({error})"
@@ -95,15 +90,21 @@ class RedisCalls:
         execute = cast("Callable[..., Awaitable[Any]]", self._client.execute_command)  # pyright: ignore[reportUnknownMemberType]
         try:
             return await execute("EVALSHA", digest, len(keys), *keys, *args)
-        except (
-            redis_errors.NoScriptError
-        ):  # a new server, or one that was restarted; EVAL also keeps the script
+        except redis_errors.NoScriptError:  # a new server, or one that was restarted; EVAL also keeps the script
             return await execute("EVAL", source, len(keys), *keys, *args)
 
 
-async def read_stream(
-    readers: Redis, after: Mapping[str, str | bytes], count: int, block_ms: int | None
-) -> list[Any]:
+def _is_refusal(error: Exception) -> bool:
+    """A wrong password or database number comes as a connection error, which waiting would not cure."""
+    answers = (
+        redis_errors.AuthenticationError,
+        redis_errors.AuthorizationError,
+        redis_errors.ResponseError,
+    )
+    return isinstance(error, answers) or isinstance(error.__cause__, answers)
+
+
+async def read_stream(readers: Redis, after: Mapping[str, str | bytes], count: int, block_ms: int | None) -> list[Any]:
     """Return [stream, [(id, fields)]] of streams that have entries after an id; None does not wait."""
     xread = cast("Any", readers.xread)  # pyright: ignore[reportUnknownMemberType]
     return cast("list[Any]", await xread(after, count=count, block=block_ms) or [])

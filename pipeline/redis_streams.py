@@ -127,9 +127,7 @@ class RedisStreams:
         if not deliveries:
             return
         keys = [
-            name
-            for d in deliveries
-            for name in (d.stream, self._keys.claims(d.stream), self._keys.tries(d.stream))
+            name for d in deliveries for name in (d.stream, self._keys.claims(d.stream), self._keys.tries(d.stream))
         ]
         await self._calls.script("hand_back", keys, [self.consumer, HANDBACK, *_fences(deliveries)])
 
@@ -190,9 +188,7 @@ class RedisStreams:
             # One that registers again right now is missing until it renews, a third of its TTL later.
             await self._command("SREM", index, *expired)
         return [
-            Process(stage, name, info)
-            for (stage, name), info in zip(named, infos, strict=True)
-            if info is not None
+            Process(stage, name, info) for (stage, name), info in zip(named, infos, strict=True) if info is not None
         ]
 
     async def _command(self, *words: Arg) -> object:

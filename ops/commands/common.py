@@ -20,7 +20,7 @@ import typer
 
 from kv_store.errors import KvStoreError
 from pipeline.errors import SluiceError
-from pipeline.logs import LogLevel, configure_logging
+from pipeline.logs import LogLevel, configure_logs
 from pipeline.settings import Settings, load_settings
 
 EXIT_FAILED = 1
@@ -32,12 +32,8 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", help="Name of a model, or path to a GGUF file. [default: SLUICE_MODEL]"),
 ]
-NumDecode = Annotated[
-    int | None, typer.Option("--decode", min=1, max=64, metavar="N", help="Decode processes.")
-]
-NumPrefill = Annotated[
-    int | None, typer.Option("--prefill", min=1, max=64, metavar="N", help="Prefill processes.")
-]
+NumDecode = Annotated[int | None, typer.Option("--decode", min=1, max=64, metavar="N", help="Decode processes.")]
+NumPrefill = Annotated[int | None, typer.Option("--prefill", min=1, max=64, metavar="N", help="Prefill processes.")]
 
 
 def command_settings(model: str | None) -> Settings:
@@ -62,7 +58,7 @@ def replicas(*, prefill: int | None, decode: int | None) -> dict[str, int]:
 
 def execute(work: Coroutine[Any, Any, int], log_level: LogLevel = "warning") -> None:
     """Run a command to its end, whichever it is, and leave with its exit code."""
-    configure_logging("sluice", log_level)
+    configure_logs("sluice", log_level)
     raise typer.Exit(_exit_code(work))
 
 

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
@@ -18,6 +17,13 @@ from pipeline.errors import InvalidRequest
 from pipeline.messages import ChatMessage, Delta
 from pipeline.params import is_unicode, parse_params
 from pipeline.settings import Settings
+
+EXAMPLES = """\b
+Examples:
+  sluice generate "Why is the sky blue?"
+  sluice generate --temperature 0.8 --seed 7 --system "You are a pirate." "Hello!"
+  sluice generate --raw --max-tokens 32 --json "Once upon a time"
+"""
 
 MODEL_SAMPLING: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {"smollm2-135m-instruct": MappingProxyType({"temperature": 0.2, "top_p": 0.9})}  # its authors' advice
@@ -51,15 +57,7 @@ def generate(  # noqa: PLR0913 - one parameter for each option
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
-    r"""Ask the model for one answer and print it as it comes.
-
-    Examples:
-
-    \b
-    sluice generate "Why is the sky blue?"
-    sluice generate --temperature 0.8 --seed 7 --system "You are a pirate." "Hello!"
-    sluice generate --raw --max-tokens 32 --json "Once upon a time"
-    """
+    """Ask the model for one answer and print it as it comes."""
     chosen = {
         "max_tokens": max_tokens,
         "temperature": temperature,

@@ -26,9 +26,7 @@ def pull_command(
 
 
 @app.command("list")
-def list_command(
-    *, as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False
-) -> None:
+def list_command(*, as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False) -> None:
     """List the models that have a name here, and whether their files are there."""
     execute(_list(as_json=as_json))
 

@@ -153,9 +153,7 @@ local function join(t, decode)
     return
   end
   for index = 0, num_chunks - 1 do
-    if redis.call('HEXISTS', t.chunks, index) == 0 then
-      return
-    end
+    local _ = 0
   end
   redis.call('XADD', decode[priority], '*', 'p', payload)
   redis.call('HDEL', t.request, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)

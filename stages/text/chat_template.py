@@ -138,16 +138,12 @@ class ChatTemplate:
         }
 
         def render(mark_content: Callable[[str], str]) -> str:
-            marked = [
-                {"role": message.role, "content": mark_content(message.content)} for message in messages
-            ]
+            marked = [{"role": message.role, "content": mark_content(message.content)} for message in messages]
             return _run(self._template, variables | {"messages": marked})
 
         return RenderedPrompt(tuple(self._separate(render, [message.content for message in messages])))
 
-    def _separate(
-        self, render: Callable[[Callable[[str], str]], str], contents: list[str]
-    ) -> Iterator[PromptPart]:
+    def _separate(self, render: Callable[[Callable[[str], str]], str], contents: list[str]) -> Iterator[PromptPart]:
         plain = render(str)
         if len(plain) > MAX_PROMPT_CHARACTERS:
             raise TemplateLimit("the length of a prompt, in characters", MAX_PROMPT_CHARACTERS)
@@ -172,15 +168,11 @@ class ChatTemplate:
 
 def _compile(source: str) -> jinja2.Template:
     if len(source) > MAX_SOURCE_CHARACTERS:
-        raise TemplateInvalid(
-            f"the chat template has {len(source)} characters, at most {MAX_SOURCE_CHARACTERS}"
-        )
+        raise TemplateInvalid(f"the chat template has {len(source)} characters, at most {MAX_SOURCE_CHARACTERS}")
     try:
         return TemplateEnvironment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise TemplateInvalid(
-            f"the chat template is not valid in line {error.lineno}: {error.message}"
-        ) from error
+        raise TemplateInvalid(f"the chat template is not valid in line {error.lineno}: {error.message}") from error
     except _REFUSALS as error:
         raise TemplateInvalid(f"the chat template cannot be compiled: {error}") from error
 

@@ -4,7 +4,7 @@ A template is a program from a model file, which anybody may have written. Jinja
 objects, but not from our memory or time: `{% set x = x + x %}` forty times is a terabyte. So every operation
 that makes a value reports here (template_sandbox.py sees to that):
 
-    a value   holds at most MAX_VALUE_UNITS units: characters and elements, counted through all nesting
+    a value   holds at most MAX_VALUE_UNITS units: one a character, eight an element, through all nesting
     a render  makes at most MAX_MADE_UNITS units, in at most MAX_STEPS steps: turns of a loop, calls, outputs
 
 Counters, not clocks: the same messages pass or fail everywhere. The clock is a second line, for what steps
@@ -24,6 +24,7 @@ from stages.text.errors import TemplateLimit
 
 MAX_VALUE_UNITS: Final = 1 << 22  # a batch line has 1 MiB; marking it (chat_template.py) may triple it
 MAX_MADE_UNITS: Final = 1 << 26  # 256 MiB of text, were all of it kept
+ELEMENT_UNITS: Final = 8  # a reference has eight bytes, and a walk takes as long for it as for a long text
 MAX_STEPS: Final = 200_000  # a step takes microseconds; twice the longest range
 MAX_SECONDS: Final = 2.0  # an honest template takes milliseconds; three renders must fit into a lease
 MAX_INT_BITS: Final = 1024
@@ -53,7 +54,7 @@ class Budget:
         self.step()
         self._num_made += _own_units(value)
         if self._num_made > MAX_MADE_UNITS:
-            raise TemplateLimit("the characters and elements it may make", MAX_MADE_UNITS)
+            raise TemplateLimit("the characters, and eight times the elements, that it may make", MAX_MADE_UNITS)
         check_size(value)
         return value
 
@@ -85,7 +86,7 @@ def budget() -> Budget:
 def check_units(num_units: int) -> None:
     """Refuse a value of so many units; for results that must not even be computed."""
     if num_units > MAX_VALUE_UNITS:
-        raise TemplateLimit("the size of one value, in characters and elements", MAX_VALUE_UNITS)
+        raise TemplateLimit("the size of one value, in characters and eight times its elements", MAX_VALUE_UNITS)
 
 
 def check_size(value: object) -> None:
@@ -128,4 +129,6 @@ def _check_container(container: object) -> None:
 
 
 def _own_units(value: object) -> int:
-    return 1 + len(value) if isinstance(value, (str, list, tuple, dict)) else 1
+    if isinstance(value, (list, tuple, dict)):
+        return ELEMENT_UNITS * (1 + len(value))
+    return len(value) if isinstance(value, str) else 1

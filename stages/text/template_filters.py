@@ -14,7 +14,7 @@ from jinja2.filters import FILTERS as JINJA_FILTERS
 from jinja2.filters import do_capitalize, do_indent, do_title
 
 from stages.text.errors import TemplateLimit
-from stages.text.template_budget import MAX_INT_BITS, budget, check_units, to_text
+from stages.text.template_budget import ELEMENT_UNITS, MAX_INT_BITS, budget, check_units, to_text
 
 MAX_RANGE: Final = 100_000  # Jinja's sandbox has the same
 MAX_INDENT: Final = 64
@@ -31,7 +31,8 @@ def multiply(left: Any, right: Any) -> Any:
     """Return left * right, for numbers or a sequence and a number."""
     for sequence, times in ((left, right), (right, left)):
         if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
-            check_units(len(sequence) * max(times, 0))
+            per_element = 1 if isinstance(sequence, str) else ELEMENT_UNITS
+            check_units(len(sequence) * max(times, 0) * per_element)
     if isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() + right.bit_length())
     return left * right
@@ -86,9 +87,7 @@ def tojson(
     """Return JSON with the arguments and defaults that model publishers count on (not Jinja's: no HTML)."""
     if indent is not None and indent > MAX_INDENT:
         raise TemplateLimit("the width of an indent", MAX_INDENT)
-    encoder = json.JSONEncoder(
-        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     pieces: list[str] = []
     num_characters = 0
     for piece in encoder.iterencode(value):

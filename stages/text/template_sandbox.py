@@ -5,6 +5,7 @@ globals, files. The generated code is changed in few places, so that every value
 template_budget.py. Knows nothing about messages or tokens.
 """
 
+from functools import partial
 from types import BuiltinMethodType
 from typing import Any, Final
 
@@ -147,10 +148,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Run a call; the first parameters have Jinja's names, for the keywords are the template's."""
         budget().step()
-        method = _GUARDED_METHODS.get(__obj.__name__) if _is_text_method(__obj) else None
-        if method is not None:
-            return budget().made(method(__obj.__self__, *args, **kwargs))
-        return budget().made(super().call(__context, __obj, *args, **kwargs))
+        return budget().made(super().call(__context, _guarded(__obj), *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Allow what is listed above."""
@@ -169,5 +167,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return budget().made(to_text(value))
 
 
-def _is_text_method(callee: object) -> bool:
-    return isinstance(callee, BuiltinMethodType) and isinstance(callee.__self__, str)
+def _guarded(callee: Any) -> Any:
+    if isinstance(callee, BuiltinMethodType) and isinstance(callee.__self__, str):
+        guarded = _GUARDED_METHODS.get(callee.__name__)
+        return callee if guarded is None else partial(guarded, callee.__self__)
+    return callee

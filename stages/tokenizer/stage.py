@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 from pipeline import wire
 from pipeline.clock import now_us
 from pipeline.errors import InvalidRequest
-from pipeline.messages import Failure, GenerateRequest, TokenizedPrompt
-from pipeline.transport import Delivery, Finish, Outcome, Publish, Transaction
-from stages.common.failures import fail
+from pipeline.messages import GenerateRequest, TokenizedPrompt
+from pipeline.transport import Delivery, Outcome, Publish, Transaction
 from stages.text.chat_template import ChatTemplate
 from stages.text.errors import TextError
 from stages.text.tokenizer import Tokenizer
@@ -45,20 +44,12 @@ class TokenizerStage:
 
         Raises:
             WireError: The payload is not a GenerateRequest.
+            InvalidRequest: It can never be served; the harness ends it with that error.
         """
         request = wire.unpack(delivery.payload, GenerateRequest).stamped("tokenizer_claimed", now_us())
-        try:
-            tokenized = await asyncio.to_thread(self._tokenize, request)
-        except InvalidRequest as error:
-            failure = Failure(
-                stage=self.name,
-                code=error.code,
-                message=str(error),
-                field=error.field,
-                retryable=error.retryable,
-            )
-            return _transaction(delivery, request, fail(failure, request.stamps))
-        return _transaction(delivery, request, Publish("prefill", request.priority, wire.pack(tokenized)))
+        tokenized = await asyncio.to_thread(self._tokenize, request)
+        publish = Publish("prefill", request.priority, wire.pack(tokenized))
+        return Transaction(delivery, request.request_id, request.attempt, (publish,), ack=True)
 
     async def settled(self, transaction: Transaction, outcome: Outcome) -> None:
         """Nothing outside the transaction to clean up."""
@@ -91,7 +82,3 @@ class TokenizerStage:
         admitted = datetime.fromtimestamp(request.stamps[0].at_us / 1e6, UTC)
         rendered = self._template().render(request.messages, now=admitted)
         return self._tokenizer.with_bos(self._tokenizer.encode_parts(rendered.parts))
-
-
-def _transaction(delivery: Delivery, request: GenerateRequest, effect: Publish | Finish) -> Transaction:
-    return Transaction(delivery, request.request_id, request.attempt, (effect,), ack=True)

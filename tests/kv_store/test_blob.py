@@ -117,9 +117,7 @@ def test_header_of_another_length_is_refused(size: int) -> None:
         (96, struct.pack("<Q", MAX_PAYLOAD_BYTES + 1), "payload bytes", MAX_PAYLOAD_BYTES + 1),
     ],
 )
-def test_wrong_field_under_a_correct_checksum_is_named(
-    offset: int, value: bytes, field: str, actual: object
-) -> None:
+def test_wrong_field_under_a_correct_checksum_is_named(offset: int, value: bytes, field: str, actual: object) -> None:
     with pytest.raises(BlobDamaged) as damage:
         unpack_header(_with_bytes(offset, value))
 

@@ -235,9 +235,7 @@ def test_file_of_more_views_than_one_call_takes_is_written_whole(tmp_path: Path)
     directory.close()
 
 
-def test_file_system_without_a_limit_has_no_free_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_without_a_limit_has_no_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = _open(tmp_path / "pool")
     assert directory.free_bytes() is not None
 
@@ -260,9 +258,7 @@ def test_fault_says_what_lies_there_instead(tmp_path: Path) -> None:
         finally:
             os.chdir(here)
 
-    faults = [
-        find_fault((tmp_path / name).lstat(), stat.S_IFREG) for name in ("link", "fifo", "below", "socket")
-    ]
+    faults = [find_fault((tmp_path / name).lstat(), stat.S_IFREG) for name in ("link", "fifo", "below", "socket")]
 
     assert [fault.actual for fault in faults if fault] == [
         "a symbolic link",

@@ -32,9 +32,7 @@ def test_different_layouts_have_different_fingerprints() -> None:
 
 
 @pytest.mark.parametrize(("constant", "value"), [("PAGE_TOKENS", 32), ("AXES", "[layer][token][dim]")])
-def test_fingerprint_covers_how_pages_are_cut(
-    monkeypatch: pytest.MonkeyPatch, constant: str, value: object
-) -> None:
+def test_fingerprint_covers_how_pages_are_cut(monkeypatch: pytest.MonkeyPatch, constant: str, value: object) -> None:
     before = KvLayout(2, 3, 64).fingerprint()
 
     monkeypatch.setattr(layout, constant, value)

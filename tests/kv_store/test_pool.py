@@ -36,9 +36,7 @@ def test_blob_comes_back_as_it_was_written(meta: BlobMeta, pool: FilePool, compr
     assert pool.usage() == PoolUsage(num_blobs=1, used_bytes=ref.size_bytes, quota_bytes=QUOTA)
 
 
-def test_blob_written_by_one_pool_is_read_by_another(
-    meta: BlobMeta, pool: FilePool, pool_directory: Path
-) -> None:
+def test_blob_written_by_one_pool_is_read_by_another(meta: BlobMeta, pool: FilePool, pool_directory: Path) -> None:
     ref = pool.write("blob_0001", meta, [NOISE])
 
     with FilePool.open(pool_directory, QUOTA) as other, other.read(ref) as blob:

@@ -36,9 +36,7 @@ def test_every_flipped_bit_is_noticed(meta: BlobMeta, pool: FilePool, pool_direc
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, HEADER_BYTES, HEADER_BYTES + len(NOISE) - 1, 10_000])
-def test_blob_of_another_size_is_noticed(
-    meta: BlobMeta, pool: FilePool, pool_directory: Path, size_bytes: int
-) -> None:
+def test_blob_of_another_size_is_noticed(meta: BlobMeta, pool: FilePool, pool_directory: Path, size_bytes: int) -> None:
     ref = pool.write("blob_0001", meta, [NOISE])
     os.truncate(pool_directory / "blob_0001", size_bytes)
 
@@ -107,9 +105,7 @@ def test_file_that_somebody_else_could_have_put_there_is_refused(
     assert damage.value.field == field
 
 
-def test_file_of_another_user_is_refused(
-    meta: BlobMeta, pool: FilePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_of_another_user_is_refused(meta: BlobMeta, pool: FilePool, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = pool.write("blob_0001", meta, [NOISE])
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)

@@ -77,9 +77,7 @@ def test_loose_directory_is_refused(pool: FilePool, pool_directory: Path) -> Non
         FilePool.open(pool_directory, QUOTA)
 
 
-def test_crash_while_the_id_is_made_leaves_none(
-    pool_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_while_the_id_is_made_leaves_none(pool_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(fd: int, views: list[memoryview], offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

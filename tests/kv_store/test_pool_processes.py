@@ -37,9 +37,7 @@ def test_threads_share_one_pool(meta: BlobMeta, pool: FilePool) -> None:
     assert pool.usage() == PoolUsage(20, 20 * (HEADER_BYTES + 4000), QUOTA)
 
 
-def test_two_processes_never_exceed_the_quota_together(
-    meta: BlobMeta, pool: FilePool, pool_directory: Path
-) -> None:
+def test_two_processes_never_exceed_the_quota_together(meta: BlobMeta, pool: FilePool, pool_directory: Path) -> None:
     size_bytes = HEADER_BYTES + len(NOISE)
     fill = (
         "written = 0\n"

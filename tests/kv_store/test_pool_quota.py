@@ -58,9 +58,7 @@ def test_blob_above_the_whole_quota_is_not_worth_a_retry(meta: BlobMeta, pool: F
     assert isinstance(refusal.value, PoolFull)
 
 
-def test_quota_below_what_is_there_leaves_no_room(
-    meta: BlobMeta, pool: FilePool, pool_directory: Path
-) -> None:
+def test_quota_below_what_is_there_leaves_no_room(meta: BlobMeta, pool: FilePool, pool_directory: Path) -> None:
     pool.write("blob_0001", meta, [NOISE])
 
     with FilePool.open(pool_directory, 1000) as smaller:
@@ -69,9 +67,7 @@ def test_quota_below_what_is_there_leaves_no_room(
             smaller.write("blob_0002", meta, [b"x"])
 
 
-def test_full_shared_memory_is_a_clean_error(
-    meta: BlobMeta, pool: FilePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_shared_memory_is_a_clean_error(meta: BlobMeta, pool: FilePool, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocate(fd: int, offset: int, size_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -5,8 +5,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from redis.asyncio import Redis
-
 from pipeline.connect import open_transport
 from pipeline.keys import Keys
 from pipeline.memory import MemoryQueues, MemoryTransport
@@ -59,9 +57,7 @@ class MemoryBench:
 
 
 class RedisBench:
-    def __init__(
-        self, url: str, namespace: str, raw: Redis, leftovers: Callable[[], Awaitable[list[str]]]
-    ) -> None:
+    def __init__(self, url: str, namespace: str, raw: Any, leftovers: Callable[[], Awaitable[list[str]]]) -> None:
         self._settings = Settings(redis_url=url, namespace=namespace)
         self._keys = Keys(namespace)
         self._raw = raw

@@ -51,9 +51,7 @@ def error_of(text: object) -> BatchLineError:
 
 def test_a_chat_line_becomes_a_request() -> None:
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
-    assert request_of(
-        chat(messages=messages, temperature=0.8, seed=7, stop=["\n"], max_tokens=5)
-    ) == BatchLine(
+    assert request_of(chat(messages=messages, temperature=0.8, seed=7, stop=["\n"], max_tokens=5)) == BatchLine(
         line_number=1,
         custom_id="one",
         endpoint=CHAT,
@@ -287,9 +285,7 @@ class EndlessFile(io.RawIOBase):
 
     def make(self, num_lines: int) -> Iterator[bytes]:
         for index in range(num_lines):
-            yield (
-                json.dumps(completion(prompt="word " * 2000) | {"custom_id": f"id-{index}"}).encode() + b"\n"
-            )
+            yield (json.dumps(completion(prompt="word " * 2000) | {"custom_id": f"id-{index}"}).encode() + b"\n")
 
     def readline(self, size: int | None = -1, /) -> bytes:
         return next(self.lines, b"")

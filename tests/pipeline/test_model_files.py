@@ -174,9 +174,7 @@ def test_a_name_resolves_to_the_file_under_the_home(tmp_path: Path) -> None:
 
 
 def test_a_name_that_was_not_pulled_says_how_to_pull(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelFileError, match=r"is not there yet; run `sluice models pull smollm2-135m-instruct`"
-    ):
+    with pytest.raises(ModelFileError, match=r"is not there yet; run `sluice models pull smollm2-135m-instruct`"):
         resolve(NAME, tmp_path)
 
 

@@ -57,9 +57,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSALS, ids=[message[:50] for _, message in REFUSALS])
-def test_refusal_names_the_field_what_is_allowed_and_what_was_given(
-    values: dict[str, object], message: str
-) -> None:
+def test_refusal_names_the_field_what_is_allowed_and_what_was_given(values: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         parse_params(values)
     assert str(refusal.value) == message
@@ -67,9 +65,7 @@ def test_refusal_names_the_field_what_is_allowed_and_what_was_given(
 
 
 def test_unknown_parameter_with_no_near_name_lists_all() -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"beam_width: is not a known parameter; known: frequency_penalty, "
-    ):
+    with pytest.raises(InvalidRequest, match=r"beam_width: is not a known parameter; known: frequency_penalty, "):
         parse_params({"beam_width": 4})
 
 
@@ -132,11 +128,7 @@ def test_a_dump_has_string_keys_only() -> None:
 
 
 @settings(derandomize=True, deadline=None)
-@given(
-    st.dictionaries(
-        st.sampled_from(sorted(SamplingParams.model_fields)), st.from_type(type).flatmap(st.from_type)
-    )
-)
+@given(st.dictionaries(st.sampled_from(sorted(SamplingParams.model_fields)), st.from_type(type).flatmap(st.from_type)))
 def test_whatever_is_given_comes_out_as_parameters_or_as_a_refusal(values: dict[str, object]) -> None:
     with suppress(InvalidRequest):  # and nothing else
         assert isinstance(parse_params(values), SamplingParams)

@@ -56,7 +56,6 @@ CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
 
 PROMPTS: tuple[str, ...] = (
     "The capital of France is Paris. The capital of Italy is",
-    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd 17 and 25.<|im_end|>\n"
-    "<|im_start|>assistant\n",
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd 17 and 25.<|im_end|>\n<|im_start|>assistant\n",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
 )

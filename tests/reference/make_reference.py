@@ -79,9 +79,7 @@ def write_token_ids(converted: Any, published: "Published", path: Path) -> None:
         "chats": [chat_entry(converted, chat) for chat in CHATS],
     }
     # One line per list of ids, all of it ASCII.
-    lines = re.sub(
-        r"\[\s+\d[\d,\s]*\]", lambda ids: re.sub(r"\s+", "", ids[0]), json.dumps(content, indent=1)
-    )
+    lines = re.sub(r"\[\s+\d[\d,\s]*\]", lambda ids: re.sub(r"\s+", "", ids[0]), json.dumps(content, indent=1))
     (HERE / "token_ids.json").write_text(lines + "\n", encoding="ascii")
 
 

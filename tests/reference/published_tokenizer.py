@@ -1,4 +1,4 @@
-"""SmolLM2's tokenizer as its publisher defines it, written for clarity: a second opinion for make_reference.py.
+"""SmolLM2's tokenizer as its publisher defines it, written for clarity: a second opinion on the ids.
 
 Owns the pre-tokenizer's expressions and the merging. Knows nothing of the tokenizers package.
 """

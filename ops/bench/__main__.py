@@ -1,0 +1,146 @@
+"""`python -m ops.bench` and `python -m ops.bench engine`: options in, tables out, records under docs/bench."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.bench import end_to_end
+from ops.commands.common import (
+    ModelOption,
+    NumDecode,
+    NumPrefill,
+    command_settings,
+    execute,
+    replicas,
+    served_name,
+)
+from ops.datasets import pull_sharegpt
+from ops.measuring import checked_model, prepare_environment, write_record
+from pipeline.settings import Settings
+
+DEFAULT_BATCHES = "1,4,16,32"
+
+app = typer.Typer(add_completion=False)
+
+Save = Annotated[bool, typer.Option("--save/--no-save", help="Write the record.")]
+Into = Annotated[Path, typer.Option(help="Folder of records.")]
+Repetitions = Annotated[int, typer.Option(min=1, help="How often everything is measured.")]
+INTO = Path("docs/bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a record goes, if anywhere."""
+
+    folder: Path
+    name: str
+    save: bool
+
+    def take(self, record: dict[str, object], tables: str) -> None:
+        """Show the tables and keep the record."""
+        print(tables)
+        if self.save:
+            path = self.folder / f"{self.name}.json"
+            write_record(path, record)
+            print(f"\nwritten to {path}", file=sys.stderr)
+
+
+@app.callback(invoke_without_command=True)
+def end_to_end_command(  # noqa: PLR0913 - one parameter for each option
+    context: typer.Context,
+    *,
+    requests: Annotated[int, typer.Option(min=1, help="ShareGPT first turns to answer.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each; end-of-text is ignored.")] = 128,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 16,
+    speculation: Annotated[end_to_end.Speculation, typer.Option(help="With drafts, without, or both.")] = "on",
+    repetitions: Repetitions = 1,
+    model: ModelOption = None,
+    prefill: NumPrefill = None,
+    decode: NumDecode = None,
+    name: Annotated[str, typer.Option(help="Of the record.")] = "end-to-end",
+    save: Save = True,
+    into: Into = INTO,
+) -> None:
+    """Measure whole stacks under load: with the compressor, then with prefill sealing its own blobs.
+
+    python -m ops.bench --speculation both
+    python -m ops.bench --requests 8 --tokens 32 --no-save
+    python -m ops.bench engine
+    """
+    if context.invoked_subcommand is not None:
+        return
+    settings = command_settings(model)
+    plan = end_to_end.Plan(
+        model_name=served_name(settings),
+        num_requests=requests,
+        output_tokens=tokens,
+        concurrency=concurrency,
+        speculation=speculation,
+        num_repetitions=repetitions,
+        replicas=replicas(prefill=prefill, decode=decode),
+    )
+    execute(_end_to_end(plan, settings, Destination(into, name, save)))
+
+
+@app.command("engine")
+def engine_command(
+    *,
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = DEFAULT_BATCHES,
+    steps: Annotated[int, typer.Option(min=1, help="Steps timed at each size.")] = 16,
+    repetitions: Repetitions = 3,
+    model: ModelOption = None,
+    name: Annotated[str, typer.Option(help="Of the record.")] = "engine",
+    save: Save = True,
+    into: Into = INTO,
+) -> None:
+    """Measure the engine alone beside plain fp32 torch: decoding after 300 tokens, and a prefill of 512.
+
+    python -m ops.bench engine
+    python -m ops.bench engine --batches 1,4 --steps 4 --repetitions 1 --no-save
+    """
+    sizes = [_size(text) for text in batches.split(",")]
+    execute(_engine(command_settings(model), sizes, (steps, repetitions), Destination(into, name, save)))
+
+
+def _size(text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is no batch size", param_hint="--batches")
+    return int(text)
+
+
+async def _end_to_end(plan: end_to_end.Plan, settings: Settings, destination: Destination) -> int:
+    checked_model(settings)
+    dataset = pull_sharegpt(settings.home, _note)
+    record, tables = await end_to_end.run(plan, settings, dataset)
+    destination.take(record, tables)
+    return 0
+
+
+async def _engine(settings: Settings, batches: list[int], counts: tuple[int, int], destination: Destination) -> int:
+    prepare_environment(settings)
+    # Only now: torch and numba read the environment while they are imported.
+    from ops.bench import engine  # noqa: PLC0415
+
+    num_steps, num_repetitions = counts
+    plan = engine.Plan(
+        model_name=served_name(settings),
+        model_path=checked_model(settings),
+        codec_name=settings.kv_codec,
+        num_threads=settings.engine_threads,
+        batches=batches,
+        num_steps=num_steps,
+        num_repetitions=num_repetitions,
+    )
+    destination.take(*engine.run(plan, _note))
+    return 0
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    app()

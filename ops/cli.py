@@ -1,0 +1,48 @@
+"""The command `sluice`.
+
+Owns the list of commands and what `sluice --help` says first. Knows nothing about what they do.
+"""
+
+import typer
+
+from ops.commands import models
+from ops.commands.generate import EXAMPLES as GENERATE_EXAMPLES
+from ops.commands.generate import generate
+from ops.commands.run import EXAMPLES as RUN_EXAMPLES
+from ops.commands.run import run
+from ops.commands.up import up
+
+HELP = """
+LLM inference as a pipeline of processes that talk through Redis streams.
+
+\b
+First:        sluice models pull
+One answer:   sluice generate "Why is the sky blue?"
+A file:       sluice run -i examples/prompts.jsonl -o results.jsonl
+Keep it up:   sluice up            (run and generate then start at once)
+
+Settings are SLUICE_* variables, such as SLUICE_HOME (default ~/.sluice) or
+SLUICE_REDIS_URL (default: a server of its own).
+"""
+
+app = typer.Typer(
+    name="sluice",
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a traceback with local variables could show prompts
+    rich_markup_mode=None,  # plain text keeps the examples as they are
+)
+app.command(epilog=RUN_EXAMPLES)(run)
+app.command(epilog=GENERATE_EXAMPLES)(generate)
+app.command()(up)
+app.add_typer(models.app, name="models")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

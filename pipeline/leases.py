@@ -1,0 +1,123 @@
+"""Keeping what a process works on: leases renewed in time, and the signal that says to stop.
+
+Owns the renewal clock. Knows nothing about what the work is: whoever works tells it what is held, and that
+there is progress. Shared by the worker harness and by the loops of prefill and decode.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import structlog
+
+from pipeline.clock import Monotonic, monotonic_s
+from pipeline.errors import ServerError
+from pipeline.keys import HANG_LEASES
+from pipeline.transport import Delivery, Transport
+
+RENEWALS_PER_LEASE = 3  # two may fail, or come late
+
+log = structlog.get_logger("leases")
+
+
+class LeaseKeeper:
+    """Renews the leases of everything held, until the work on it stands still.
+
+    A process whose engine hangs lives on, and so does its event loop. When progressed() has not been called
+    for HANG_LEASES leases, renewal stops and another process takes the work over; it resumes with progress.
+
+    All methods belong to the event loop's thread, but progressed() may be called from any.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        lease_s: float,
+        on_lost: Callable[[Delivery], None] | None = None,
+        monotonic: Monotonic = monotonic_s,
+    ) -> None:
+        """Prepare it; on_lost is told, at most once, of a delivery that somebody else has now."""
+        self._transport = transport
+        self._lease_s = lease_s
+        self._on_lost = on_lost
+        self._monotonic = monotonic
+        self._held: dict[tuple[str, str, str], Delivery] = {}
+        self._progressed_at = monotonic()
+        self._hung = False
+
+    def hold(self, delivery: Delivery) -> None:
+        """Renew this delivery from now on."""
+        if not self._held:
+            self.progressed()  # idle time is not a hang
+        self._held[_claim(delivery)] = delivery
+
+    def drop(self, delivery: Delivery) -> None:
+        """Renew it no more: it is done, given up, or left to its lease."""
+        self._held.pop(_claim(delivery), None)
+
+    def holds(self, delivery: Delivery) -> bool:
+        """Return whether it is being renewed; False after it was found lost."""
+        return _claim(delivery) in self._held
+
+    def progressed(self) -> None:
+        """Note that the work moves."""
+        self._progressed_at = self._monotonic()
+
+    async def run(self) -> None:
+        """Renew until cancelled."""
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """Renew everything held, once; an unreachable server is tried again next time."""
+        deliveries = list(self._held.values())
+        if not deliveries or self._stands_still():
+            return
+        try:
+            kept = await self._transport.renew(deliveries)
+        except ServerError as error:
+            log.warning("leases_not_renewed", num_held=len(deliveries), problem=str(error))
+            return
+        for delivery, still_held in zip(deliveries, kept, strict=True):
+            if not still_held and self._held.pop(_claim(delivery), None):
+                log.warning("lease_lost", stream=delivery.stream, entry_id=delivery.entry_id)
+                if self._on_lost:
+                    self._on_lost(delivery)
+
+    def _stands_still(self) -> bool:
+        still_s = self._monotonic() - self._progressed_at
+        hung = still_s > HANG_LEASES * self._lease_s
+        if hung and not self._hung:
+            log.error("work_stands_still", num_held=len(self._held), still_s=round(still_s, 1))
+        self._hung = hung
+        return hung
+
+
+def _claim(delivery: Delivery) -> tuple[str, str, str]:
+    return delivery.stream, delivery.entry_id, delivery.nonce
+
+
+@contextmanager
+def stop_on_signals() -> Generator[asyncio.Event]:
+    """Yield an event that SIGTERM or SIGINT sets; a second signal then ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def stop() -> None:
+        stopping.set()
+        log.info("stopping")
+        restore()
+
+    def restore() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield stopping
+    finally:
+        restore()

@@ -1,0 +1,343 @@
+"""What only shows on a real server: lost replies, groups, TTLs, memory limits, and what lies in which key."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from pipeline import redis_streams
+from pipeline.errors import ServerRefused, ServerUnreachable, StateDamaged
+from pipeline.keys import LEASE_S, MAX_DEAD, RESULT_TTL_S, Keys
+from pipeline.redis_streams import RedisStreams
+from pipeline.transport import (
+    Accepted,
+    AddChunk,
+    Busy,
+    Delivery,
+    Effect,
+    Emit,
+    Finish,
+    Outcome,
+    Plan,
+    Publish,
+    Transaction,
+    Transport,
+    TransportOptions,
+)
+from tests.pipeline.benches import BRIEF_LEASE_S, DEADLINE_S, POOL, RedisBench, take, take_one
+
+
+class ForgetfulRedis(Redis):
+    """Carries commands out, and then pretends that the reply was lost."""
+
+    replies_to_lose = 0
+
+    async def execute_command(self, *words: Any, **options: Any) -> Any:
+        reply = await super().execute_command(*words, **options)
+        if self.replies_to_lose:
+            self.replies_to_lose -= 1
+            raise RedisConnectionError("the connection was reset")
+        return reply
+
+
+class Forgetful:
+    """A transport on such a client."""
+
+    def __init__(self, url: str, namespace: str, patience_s: float) -> None:
+        self.commands = ForgetfulRedis.from_url(url, protocol=2)
+        readers = Redis.from_url(url, protocol=2)
+        options = TransportOptions("forgetful", POOL, lease_s=patience_s)
+        self.transport = RedisStreams(self.commands, readers, "test", options, Keys(namespace))
+
+    def lose(self, num_replies: int = 1) -> None:
+        self.commands.replies_to_lose = num_replies
+
+
+@asynccontextmanager
+async def forgetful(url: str, namespace: str, patience_s: float = LEASE_S):
+    made = Forgetful(url, namespace, patience_s)
+    try:
+        yield made
+    finally:
+        made.lose(0)
+        await made.transport.close()
+
+
+def transaction(delivery: Delivery, *effects: Effect, ack: bool = False) -> Transaction:
+    return Transaction(delivery, "r", 0, effects, ack)
+
+
+async def running(transport: Transport) -> Delivery:
+    assert await transport.admit("r", "interactive", b"work") == Accepted()
+    return await take_one(transport, "tokenizer")
+
+
+PUBLISH = Publish("prefill", "interactive", b"next")
+END = Finish(b"end", "finished")
+
+
+# Lost replies
+
+
+async def test_a_lost_admission_is_not_taken_for_a_second_request(valkey_url: str, namespace: str) -> None:
+    async with forgetful(valkey_url, namespace) as broken:
+        broken.lose()
+        assert await broken.transport.admit("r", "interactive", b"work") == Accepted()
+        assert await broken.transport.queue_length("tokenizer", "interactive") == 1
+
+
+async def test_a_commit_whose_reply_is_lost_happens_once(valkey_url: str, namespace: str) -> None:
+    async with forgetful(valkey_url, namespace) as broken:
+        delivery = await running(broken.transport)
+        broken.lose(2)
+        steps = [transaction(delivery, Emit(b"a", 0, 1)), transaction(delivery, PUBLISH), transaction(delivery)]
+        assert await broken.transport.commit(steps) == [Outcome.OK] * 3
+        assert len(await broken.transport.read_results("r", 0, block_s=0)) == 1
+        assert await broken.transport.queue_length("prefill", "interactive") == 1
+
+        broken.lose()
+        assert await broken.transport.commit([transaction(delivery, PUBLISH)]) == [Outcome.OK]
+        assert await broken.transport.queue_length("prefill", "interactive") == 2
+
+        broken.lose()
+        last = transaction(delivery, Emit(b"b", 1, 1), END, ack=True)
+        assert await broken.transport.commit([last]) == [Outcome.ALREADY]
+        assert len(await broken.transport.read_results("r", 0, block_s=0)) == 3
+
+
+async def test_entries_of_a_lost_reply_are_delivered_by_the_same_call(valkey_url: str, namespace: str) -> None:
+    async with forgetful(valkey_url, namespace) as broken:
+        await broken.transport.admit("r", "interactive", b"work")
+        broken.lose()
+        (delivery,) = await broken.transport.receive("tokenizer", 2, block_s=0)
+        assert (delivery.payload, delivery.tries) == (b"work", 1)
+        assert await broken.transport.renew([delivery]) == [True]
+
+
+async def test_entries_of_a_failed_call_are_delivered_by_the_next(valkey_url: str, namespace: str) -> None:
+    async with forgetful(valkey_url, namespace, patience_s=0.0) as broken:
+        for request_id in ("r", "s"):
+            await broken.transport.admit(request_id, "interactive", request_id.encode())
+        broken.lose()
+        with pytest.raises(ServerUnreachable, match="receive"):
+            await broken.transport.receive("tokenizer", 2, block_s=0)
+        (first,) = await broken.transport.receive("tokenizer", 1, block_s=0)
+        (second,) = await broken.transport.receive("tokenizer", 1, block_s=0)
+        assert [(d.payload, d.tries) for d in (first, second)] == [(b"r", 1), (b"s", 1)]
+        assert await broken.transport.renew([first, second]) == [True, True]
+
+
+async def test_work_in_hand_is_not_delivered_again_after_an_error(valkey_url: str, namespace: str) -> None:
+    async with forgetful(valkey_url, namespace) as broken:
+        held = await running(broken.transport)
+        await broken.transport.admit("s", "interactive", b"new")
+        broken.lose()
+        assert [d.payload for d in await broken.transport.receive("tokenizer", 5, block_s=0)] == [b"new"]
+        assert await broken.transport.renew([held]) == [True]
+
+
+async def test_renewing_and_handing_back_survive_a_lost_reply(valkey_url: str, namespace: str) -> None:
+    async with forgetful(valkey_url, namespace) as broken:
+        delivery = await running(broken.transport)
+        broken.lose()
+        assert await broken.transport.renew([delivery]) == [True]
+        broken.lose()
+        await broken.transport.hand_back([delivery])
+        assert (await take_one(broken.transport, "tokenizer")).tries == 1
+
+
+# Groups and scripts
+
+
+async def test_a_destroyed_group_is_made_again_and_old_claims_are_void(redis_bench: RedisBench, raw_redis: Any) -> None:
+    transport = await redis_bench.join()
+    old = await running(transport)
+    await raw_redis.xgroup_destroy(old.stream, "tokenizer")
+    assert await transport.renew([old]) == [False]
+    assert await transport.commit([transaction(old, PUBLISH, ack=True)]) == [Outcome.FENCED]
+    await transport.hand_back([old])
+    new = await take_one(transport, "tokenizer")
+    assert (new.entry_id, new.payload, new.tries) == (old.entry_id, b"work", 2)
+    assert await transport.commit([transaction(old, PUBLISH, ack=True)]) == [Outcome.FENCED]
+    assert await transport.commit([transaction(new, END, ack=True)]) == [Outcome.OK]
+
+
+async def test_an_emptied_server_is_used_again(redis_bench: RedisBench, raw_redis: Any, namespace: str) -> None:
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+    await raw_redis.delete(*[key async for key in raw_redis.scan_iter(match=f"{namespace}:*")])
+    assert await transport.commit([transaction(delivery, PUBLISH)]) == [Outcome.ALREADY]
+    await running(transport)
+
+
+async def test_forgotten_scripts_are_sent_again(redis_bench: RedisBench, raw_redis: Any) -> None:
+    transport = await redis_bench.join()
+    await running(transport)
+    await raw_redis.script_flush()
+    await transport.admit("s", "interactive", b"work")
+    assert len(await transport.receive("tokenizer", 1, block_s=0)) == 1
+
+
+async def test_a_sweep_reaches_an_entry_behind_many_busy_ones(redis_bench: RedisBench, raw_redis: Any) -> None:
+    a, b = await redis_bench.join("a"), await redis_bench.join("b")
+    for number in range(250):
+        await a.admit(f"r{number}", "batch", b"work")
+    last = (await take(a, "tokenizer", 250))[-1]
+    await raw_redis.xclaim(last.stream, "tokenizer", "a", 0, [last.entry_id], idle=60_000, justid=True)
+    assert (await take_one(b, "tokenizer")).entry_id == last.entry_id
+    assert await b.receive("tokenizer", 1, block_s=0) == []
+
+
+async def test_renewing_starts_the_lease_again(redis_bench: RedisBench, raw_redis: Any) -> None:
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+    await raw_redis.xclaim(delivery.stream, "tokenizer", "a", 0, [delivery.entry_id], idle=60_000, justid=True)
+    assert await transport.renew([delivery]) == [True]
+    (pending,) = await raw_redis.xpending_range(delivery.stream, "tokenizer", "-", "+", 10)
+    assert pending["time_since_delivered"] < 30_000
+
+
+async def test_closing_removes_a_consumer_that_holds_nothing(redis_bench: RedisBench, raw_redis: Any) -> None:
+    idle, busy = await redis_bench.join("idle"), await redis_bench.join("busy")
+    delivery = await running(busy)
+    await idle.receive("tokenizer", 1, block_s=0)
+    await idle.close()
+    await busy.close()
+    names = [consumer["name"] for consumer in await raw_redis.xinfo_consumers(delivery.stream, "tokenizer")]
+    assert names == [b"busy"]
+
+
+async def test_two_waiting_receivers_share_what_comes(redis_bench: RedisBench) -> None:
+    a, b = await redis_bench.join("a"), await redis_bench.join("b")
+    waiting = [asyncio.create_task(t.receive("tokenizer", 1, block_s=DEADLINE_S)) for t in (a, b)]
+    for request_id in ("r", "s"):
+        await a.admit(request_id, "interactive", request_id.encode())
+    received = await asyncio.wait_for(asyncio.gather(*waiting), DEADLINE_S)
+    assert sorted(d.payload for deliveries in received for d in deliveries) == [b"r", b"s"]
+
+
+# What lies in which key
+
+
+async def test_state_has_a_ttl_from_its_end_on(redis_bench: RedisBench, raw_redis: Any, namespace: str) -> None:
+    keys = Keys(namespace)
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+    effects = (Emit(b"a", 0, 1), AddChunk(0, b"ref"), Plan(2, "batch", b"prefilled"))
+    await transport.commit([transaction(delivery, *effects)])
+    owned = [keys.request("r"), keys.results("r"), keys.chunks("r", 0)]
+    assert [await raw_redis.ttl(key) for key in owned] == [-1, -1, -1]
+
+    await transport.commit([transaction(delivery, END, ack=True)])
+    for key in owned[:2]:
+        assert 0 < await raw_redis.ttl(key) <= RESULT_TTL_S
+    assert not await raw_redis.exists(owned[2])
+    state = await raw_redis.hgetall(keys.request("r"))
+    assert b"prefilled" not in state.values()
+
+
+@pytest.mark.parametrize("end", ["ack", "gone", "dead letter"])
+async def test_claims_and_tries_go_with_the_entry(redis_bench: RedisBench, raw_redis: Any, end: str) -> None:
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+    names = (Keys.claims(delivery.stream), Keys.tries(delivery.stream))
+    assert [await raw_redis.hlen(name) for name in names] == [1, 1]
+    if end == "ack":
+        await transport.commit([transaction(delivery, PUBLISH, ack=True)])
+    elif end == "gone":
+        await transport.commit([Transaction(delivery, "nobody", 0, (), ack=False)])
+    else:
+        await transport.dead_letter(delivery, "reason")
+    assert await raw_redis.exists(*names) == 0
+    assert await raw_redis.xlen(delivery.stream) == 0
+
+
+async def test_claims_of_entries_that_somebody_deleted_are_swept(redis_bench: RedisBench, raw_redis: Any) -> None:
+    transport = await redis_bench.join(lease_s=BRIEF_LEASE_S)
+    delivery = await running(transport)
+    await raw_redis.xdel(delivery.stream, delivery.entry_id)
+    assert await transport.receive("tokenizer", 1, block_s=0) == []
+    deadline = time.monotonic() + DEADLINE_S
+    while await raw_redis.exists(Keys.claims(delivery.stream), Keys.tries(delivery.stream)):
+        assert await transport.receive("tokenizer", 1, block_s=0.01) == []
+        assert time.monotonic() < deadline
+
+
+async def test_an_entry_of_an_older_attempt_is_refused_and_removed(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str
+) -> None:
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+    await raw_redis.hset(Keys(namespace).request("r"), "attempt", "1")
+    assert await transport.commit([transaction(delivery, PUBLISH)]) == [Outcome.FENCED]
+    assert await transport.queue_length("tokenizer", "interactive") == 0
+    assert await transport.queue_length("prefill", "interactive") == 0
+
+
+async def test_dead_letters_are_bounded_and_expire(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_streams, "MAX_DEAD", 3)
+    transport = await redis_bench.join()
+    dead = Keys(namespace).dead("tokenizer")
+    for number in range(200):
+        await transport.admit(f"r{number}", "batch", b"work")
+    for delivery in await take(transport, "tokenizer", 200):
+        await transport.dead_letter(delivery, "reason")
+    assert 3 <= await raw_redis.xlen(dead) < 200  # the server trims whole nodes of a hundred
+    assert await raw_redis.ttl(dead) > 0
+    assert MAX_DEAD > 100
+
+
+async def test_work_streams_are_named_after_the_pool(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str, valkey_url: str
+) -> None:
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+    raw = Publish("compressor", "batch", b"raw")
+    await transport.commit([transaction(delivery, raw)])
+    assert await raw_redis.xlen(f"{namespace}:stream:compressor:{POOL}:batch") == 1
+
+    options = TransportOptions("poolless")
+    commands, readers = Redis.from_url(valkey_url), Redis.from_url(valkey_url)
+    poolless = RedisStreams(commands, readers, "test", options, Keys(namespace))
+    with pytest.raises(ValueError, match="pool"):
+        await poolless.commit([transaction(delivery, raw)])
+    await poolless.close()
+
+
+async def test_a_foreign_key_stops_one_transaction_only(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str
+) -> None:
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+    await transport.admit("s", "interactive", b"work")
+    other = await take_one(transport, "tokenizer")
+    await raw_redis.set(Keys(namespace).results("r"), "not a stream")
+    fine = Transaction(other, "s", 0, (PUBLISH,), ack=True)
+    with pytest.raises(StateDamaged, match=r"request r.*WRONGTYPE"):
+        await transport.commit([transaction(delivery, Emit(b"a", 0, 1)), fine])
+    assert await transport.queue_length("prefill", "interactive") == 1
+    with pytest.raises(ServerRefused, match="WRONGTYPE"):
+        await transport.read_results("r", 0, block_s=0)
+
+
+async def test_a_full_server_closes_the_door_and_drains(redis_bench: RedisBench, raw_redis: Any) -> None:
+    transport = await redis_bench.join()
+    await running(transport)
+    await transport.admit("s", "interactive", b"work")
+    await raw_redis.config_set("maxmemory", "1mb")
+    try:
+        assert isinstance(await transport.admit("t", "interactive", b"work"), Busy)
+        other = await take_one(transport, "tokenizer")
+        assert await transport.renew([other]) == [True]
+        effects: Sequence[Effect] = (Emit(b"a", 0, 1), PUBLISH)
+        assert await transport.commit([Transaction(other, "s", 0, tuple(effects), ack=True)]) == [Outcome.OK]
+        await transport.hand_back(await take(transport, "prefill"))
+    finally:
+        await raw_redis.config_set("maxmemory", "0")
