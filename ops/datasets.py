@@ -116,8 +116,8 @@ class ConversationReader:
             except json.JSONDecodeError:
                 if buffer.startswith("]", at):
                     return
-                more = "" if len(buffer) - at > MAX_ITEM_CHARS else next(pieces, "")
-                if not more:
+                more = None if len(buffer) - at > MAX_ITEM_CHARS else next(pieces, None)
+                if more is None:
                     self.is_cut_off = True
                     return
                 buffer, at = buffer[at:] + more, 0

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pipeline.model_files import check_gguf, resolve
 from pipeline.settings import Settings
+from stages.gguf.model_files import check_gguf, resolve
 
 PACKAGES = ("sluice-llm", "torch", "numpy", "numba", "gguf", "tokenizers")
 

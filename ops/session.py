@@ -201,15 +201,29 @@ class Session:
         """Repeat a call while the server is away; every call here may be repeated."""
         while True:
             try:
-                return await call()
+                result = await call()
             except ServerUnreachable as error:
                 self._check_stalled(str(error))
                 await asyncio.sleep(RETRY_S)
+            else:
+                _notice_cancellation()
+                return result
 
     def _check_stalled(self, problem: str) -> None:
         stood_s = self.monotonic() - self._moved_at
         if stood_s >= self._stall_timeout_s:
             raise Stalled(f"nothing moved for {stood_s:.0f} s: {problem}; {len(self._unfinished)} unfinished")
+
+
+def _notice_cancellation() -> None:
+    """Raise a cancellation that was swallowed.
+
+    On Python 3.11, asyncio.wait_for, through which the client library sends, returns instead of raising when
+    what it waits for is done in the same moment. A loop of such calls would never end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _new_request(ask: Ask, priority: Priority) -> GenerateRequest:

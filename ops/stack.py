@@ -27,9 +27,9 @@ from ops.valkey import EmbeddedValkey
 from pipeline.connect import open_transport
 from pipeline.errors import SluiceError
 from pipeline.keys import POOLED_STAGES, STAGES
-from pipeline.model_files import check_gguf, resolve
 from pipeline.settings import PREFIX, Settings
 from pipeline.transport import Transport
+from stages.gguf.model_files import check_gguf, resolve
 
 GRACE_S = 15.0  # an engine step and a lease, which is as long as handing work back may take
 TIDY_TIMEOUT_S = 10.0  # a server that is gone must not hold up the end

@@ -260,7 +260,7 @@ class Supervisor:
 
     async def _watch_ready(self) -> None:
         seen: Set[int] = frozenset()
-        while True:
+        while not self._stopping:  # a cancellation alone may be lost inside the client library
             waiting = [slot for slot in self._slots if not slot.ready.is_set()]
             # Twice in a row: a process that finds that it does not fit to the others leaves at once.
             before, seen = seen, await self._ready_pids() if waiting else frozenset[int]()

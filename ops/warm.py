@@ -5,8 +5,8 @@ import sys
 
 from ops.stack import stage_environment
 from pipeline.errors import SluiceError
-from pipeline.model_files import resolve
 from pipeline.settings import load_settings
+from stages.gguf.model_files import resolve
 
 WARM_TIMEOUT_S = 600.0  # a slow core compiles for about a minute
 
@@ -18,7 +18,7 @@ def main() -> None:
         model_path = resolve(settings.model, settings.home)
     except SluiceError as error:
         sys.exit(str(error))
-    command = [sys.executable, "-m", "stages.engine.warm", str(model_path)]
+    command = [sys.executable, "-m", "stages.engine.warm", str(model_path), str(settings.weight_cache)]
     subprocess.run(command, check=True, timeout=WARM_TIMEOUT_S, env=stage_environment(settings))  # noqa: S603
 
 

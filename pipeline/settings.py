@@ -108,6 +108,11 @@ class Settings(BaseSettings):
         digest = hashlib.sha256(os.fsencode(self.home)).hexdigest()[:12]
         return Path(f"/dev/shm/sluice-{os.getuid()}-{digest}")  # noqa: S108 - the pool checks owner and mode
 
+    @property
+    def weight_cache(self) -> Path:
+        """The directory of weights as the engine multiplies with them."""
+        return self.home / "cache" / "weights"
+
     def environment(self) -> dict[str, str]:
         """Return the variables that give a child process exactly these settings."""
         values = self.model_dump(mode="json", exclude_none=True)

@@ -128,6 +128,7 @@ async def _engine(settings: Settings, batches: list[int], counts: tuple[int, int
     plan = engine.Plan(
         model_name=served_name(settings),
         model_path=checked_model(settings),
+        weight_cache=settings.weight_cache,
         codec_name=settings.kv_codec,
         num_threads=settings.engine_threads,
         batches=batches,

@@ -115,8 +115,8 @@ async def _stack_passes(plan: Plan, stack: Stack, turns: Sequence[str], *, seal_
 def _record(
     plan: Plan, settings: Settings, fingerprint: dict[str, str], passes: Sequence[CasePass]
 ) -> dict[str, object]:
-    # Paths and addresses are this machine's business.
-    private = {"home", "kv_pool_dir", "redis_url", "model", "namespace"}
+    # Paths and addresses are this machine's business; sealing differs from pass to pass.
+    left_out = {"home", "kv_pool_dir", "redis_url", "model", "namespace", "seal_in_prefill"}
     return {
         "model": plan.model_name,
         "dataset": {"requirement": SHAREGPT.requirement, "wheel_sha256": SHAREGPT.wheel_sha256},
@@ -124,7 +124,7 @@ def _record(
         "output_tokens": plan.output_tokens,
         "concurrency": plan.concurrency,
         "replicas": plan.replicas,
-        "settings": settings.model_dump(mode="json", exclude=private),
+        "settings": settings.model_dump(mode="json", exclude=left_out),
         "measured_on": measured_on(),
         "fingerprint": fingerprint,
         "passes": [

@@ -14,7 +14,7 @@ from kv_store.codecs.registry import codec_named
 from ops.bench.naive import NaiveModel
 from ops.bench.runners import EngineRunner, NaiveRunner, Runner
 from ops.measuring import markdown_table, measured_on
-from ops.offline import Offline
+from ops.offline import arithmetic, offline
 
 CONTEXT_TOKENS = 300
 PREFILL_TOKENS = 512
@@ -28,6 +28,7 @@ class Plan:
 
     model_name: str
     model_path: Path
+    weight_cache: Path
     codec_name: str
     num_threads: int
     batches: Sequence[int]
@@ -54,18 +55,19 @@ class Timing:
 def run(plan: Plan, note: Callable[[str], None] = lambda _: None) -> tuple[dict[str, object], str]:
     """Time everything, and return the record and the table."""
     note("loading both models")
-    offline = Offline.load(plan.model_path, plan.num_threads)
-    max_tokens = max(PREFILL_TOKENS + 1, CONTEXT_TOKENS + WARM_STEPS + plan.num_steps + 1)
-    engine = EngineRunner(offline.model, codec_named(plan.codec_name), max(plan.batches), max_tokens)
-    runners: list[Runner] = [engine, NaiveRunner(NaiveModel(offline.source, offline.config))]
-    timings = time_runners(plan, runners, offline.config.vocab_size, note)
+    with offline(plan.model_path, plan.weight_cache, plan.num_threads) as loaded:
+        max_tokens = max(PREFILL_TOKENS + 1, CONTEXT_TOKENS + WARM_STEPS + plan.num_steps + 1)
+        engine = EngineRunner(loaded.model, codec_named(plan.codec_name), max(plan.batches), max_tokens)
+        runners: list[Runner] = [engine, NaiveRunner(NaiveModel(loaded.source, loaded.config))]
+    timings = time_runners(plan, runners, loaded.config.vocab_size, note)
     record: dict[str, object] = {
         "model": plan.model_name,
+        "model_sha256": loaded.model_sha256,
         "kv_codec": plan.codec_name,
         "context_tokens": CONTEXT_TOKENS,
         "prefill_tokens": PREFILL_TOKENS,
         "measured_on": measured_on(),
-        "engine": Offline.arithmetic(),
+        "engine": arithmetic(),
         "timings": [asdict(timing) | {"tokens_per_s": timing.tokens_per_s} for timing in timings],
     }
     return record, table(timings)

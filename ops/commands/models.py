@@ -8,8 +8,8 @@ import typer
 
 from ops.commands.common import execute
 from ops.models import pull
-from pipeline.model_files import list_models
 from pipeline.settings import load_settings
+from stages.gguf.model_files import list_models
 
 app = typer.Typer(no_args_is_help=True, help="Fetch model files, and see which are there.")
 

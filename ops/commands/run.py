@@ -32,8 +32,8 @@ from pipeline.batch_lines import BatchLine, BatchLineError, read_batch
 from pipeline.batch_results import encode_line, refused_line, result_line
 from pipeline.errors import InvalidRequest
 from pipeline.messages import Delta, Failure
-from pipeline.model_files import resolve
 from pipeline.settings import Settings
+from stages.gguf.model_files import resolve
 
 EXAMPLES = """\b
 Examples:

@@ -52,6 +52,7 @@ async def _quality(settings: Settings, codecs: list[Codec], num_tokens: int, int
     plan = Plan(
         model_name=served_name(settings),
         model_path=checked_model(settings),
+        weight_cache=settings.weight_cache,
         dataset_path=pull_sharegpt(settings.home, lambda line: print(line, file=sys.stderr)),
         codecs=codecs,
         num_tokens=num_tokens,

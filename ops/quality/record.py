@@ -17,10 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kv_store.codecs.base import Codec
 from ops.datasets import SHAREGPT, token_windows
 from ops.measuring import markdown_table, measured_on
-from ops.offline import Offline
+from ops.offline import Offline, arithmetic, offline
 from ops.quality.divergence import BOOTSTRAP_SEED, LEVEL, RESAMPLES, Summary
 from ops.quality.measure import measure
-from stages.engine.fingerprint import file_digest
 from stages.engine.reference import ReferenceModel
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
@@ -34,6 +33,7 @@ class Plan:
 
     model_name: str
     model_path: Path
+    weight_cache: Path
     dataset_path: Path
     codecs: Sequence[Codec]
     num_tokens: int
@@ -44,8 +44,9 @@ def run(plan: Plan) -> tuple[dict[str, object], str]:
     """Measure, and return the record and the table."""
     tokenizer = Tokenizer(Vocabulary.from_gguf(plan.model_path))
     windows = token_windows(plan.dataset_path, tokenizer, plan.num_tokens, WINDOW_TOKENS)
-    summaries = _measure(plan, windows)
-    return _record(plan, windows, summaries), table(summaries)
+    with offline(plan.model_path, plan.weight_cache, plan.num_threads) as engine:
+        summaries = _measure(plan, engine, windows)
+    return _record(plan, engine, windows, summaries), table(summaries)
 
 
 def table(summaries: dict[str, Summary]) -> str:
@@ -65,26 +66,20 @@ def table(summaries: dict[str, Summary]) -> str:
     return markdown_table(header, rows)
 
 
-def _measure(plan: Plan, windows: list[list[int]]) -> dict[str, Summary]:
+def _measure(plan: Plan, engine: Offline, windows: list[list[int]]) -> dict[str, Summary]:
+    reference = ReferenceModel(engine.source, engine.config)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        loading = progress.add_task("layers", total=None)
-        engine = Offline.load(
-            plan.model_path,
-            plan.num_threads,
-            lambda done, total: progress.update(loading, completed=done, total=total),
-        )
-        reference = ReferenceModel(engine.source, engine.config)
-        measuring = progress.add_task(f"windows of {WINDOW_TOKENS} tokens", total=len(windows))
-        found = measure(reference, engine.model, plan.codecs, windows, lambda: progress.advance(measuring))
+        task = progress.add_task(f"windows of {WINDOW_TOKENS} tokens", total=len(windows))
+        found = measure(reference, engine.model, plan.codecs, windows, lambda: progress.advance(task))
     return {name: Summary.of(divergences) for name, divergences in found.items()}
 
 
-def _record(plan: Plan, windows: list[list[int]], summaries: dict[str, Summary]) -> dict[str, object]:
+def _record(plan: Plan, engine: Offline, windows: list[list[int]], summaries: dict[str, Summary]) -> dict[str, object]:
     token_ids = np.array(windows, "<i4").tobytes()
     return {
         "model": plan.model_name,
-        "model_sha256": file_digest(plan.model_path),
+        "model_sha256": engine.model_sha256,
         "reference": "the file's weights in fp32, no cache",
         "dataset": {
             "requirement": SHAREGPT.requirement,
@@ -95,6 +90,6 @@ def _record(plan: Plan, windows: list[list[int]], summaries: dict[str, Summary])
         },
         "interval": {"level": LEVEL, "resampled": "windows", "resamples": RESAMPLES, "seed": BOOTSTRAP_SEED},
         "measured_on": measured_on(),
-        "engine": Offline.arithmetic(),
+        "engine": arithmetic(),
         "codecs": {name: asdict(summary) for name, summary in summaries.items()},
     }

@@ -153,7 +153,9 @@ local function join(t, decode)
     return
   end
   for index = 0, num_chunks - 1 do
-    local _ = 0
+    if redis.call('HEXISTS', t.chunks, index) == 0 then
+      return
+    end
   end
   redis.call('XADD', decode[priority], '*', 'p', payload)
   redis.call('HDEL', t.request, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)

@@ -64,8 +64,10 @@ local function take_handed_back(s)
   end
 end
 
+-- A sweep that goes on from an earlier call begins again at the start when it has come to the end, so that no
+-- new entry overtakes one whose lease ended meanwhile before the cursor.
 local function take_expired(s)
-  local passes = 0
+  local passes, rounds_left = 0, s.cursor == '0-0' and 1 or 2
   repeat
     local reply = redis.call('XAUTOCLAIM', s.stream, group, consumer, lease_ms, s.cursor, 'COUNT', room)
     s.cursor = reply[1]
@@ -75,7 +77,10 @@ local function take_expired(s)
       redis.call('HDEL', s.tries, id)
     end
     passes = passes + 1
-  until room <= 0 or s.cursor == '0-0' or passes == MAX_PASSES
+    if s.cursor == '0-0' then
+      rounds_left = rounds_left - 1
+    end
+  until room <= 0 or rounds_left == 0 or passes == MAX_PASSES
 end
 
 local function take_new(s)

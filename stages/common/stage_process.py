@@ -10,20 +10,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
-from pipeline.leases import LeaseKeeper, stop_on_signals
 
 from kv_store.codecs.registry import UnknownCodecError
 from kv_store.errors import KvStoreError
 from pipeline.connect import open_transport
 from pipeline.errors import SluiceError
+from pipeline.leases import LeaseKeeper, stop_on_signals
 from pipeline.logs import configure_logs
 from pipeline.settings import Settings, load_settings
 from pipeline.transport import Transport
 from stages.common.handshake import Registration
+from stages.gguf.errors import GgufError
 from stages.text.errors import TextError
 
 # What the person who started the process can mend: said in a sentence, without a traceback.
-_EXPLAINED = (SluiceError, KvStoreError, TextError, UnknownCodecError)
+_EXPLAINED = (SluiceError, KvStoreError, GgufError, TextError, UnknownCodecError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,19 @@
 """Builds the compressor process and runs it."""
 
-from pipeline.worker import run_worker
-
 from kv_store.pool import FilePool
-from pipeline.model_files import resolve
 from pipeline.settings import Settings
+from pipeline.worker import run_worker
 from stages.common.stage_process import run_stage, stage_process
 from stages.compressor.stage import CompressorStage
-from stages.engine.config import ModelConfig, open_gguf
+from stages.engine.config import ModelConfig
+from stages.gguf.file import GgufFile
+from stages.gguf.model_files import resolve
 
 
 async def serve(settings: Settings) -> None:
     """Compress until told to stop."""
-    layout = ModelConfig.from_gguf(open_gguf(resolve(settings.model, settings.home))).kv_layout
+    with GgufFile.open(resolve(settings.model, settings.home)) as file:
+        layout = ModelConfig.from_gguf(file).kv_layout
     with FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool:
         async with stage_process("compressor", settings, {"layout": layout.fingerprint()}, pool.pool_id) as process:
             stage = CompressorStage(pool, layout, "zstd" if settings.zstd_kv else "none")

@@ -1,12 +1,12 @@
 """Builds the decode process and runs it."""
 
 from kv_store.pool import FilePool
-from pipeline.model_files import resolve
 from pipeline.settings import Settings
 from stages.common.stage_process import run_stage, stage_process
 from stages.decode.admission import Admission
 from stages.decode.stage import DecodeStage
 from stages.engine.engine import Engine
+from stages.gguf.model_files import resolve
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
 
@@ -16,7 +16,9 @@ async def serve(settings: Settings) -> None:
     model_path = resolve(settings.model, settings.home)
     tokenizer = Tokenizer(Vocabulary.from_gguf(model_path))
     with (
-        Engine(model_path, settings.kv_codec, settings.num_pages, settings.engine_threads) as engine,
+        Engine(
+            model_path, settings.kv_codec, settings.num_pages, settings.engine_threads, settings.weight_cache
+        ) as engine,
         FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool,
     ):
         async with stage_process("decode", settings, engine.fingerprint.parts(), pool.pool_id) as process:

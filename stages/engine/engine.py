@@ -14,12 +14,13 @@ import numba
 import torch
 
 from kv_store.codecs.registry import codec_named
-from stages.engine.config import ModelConfig, open_gguf
-from stages.engine.fingerprint import Fingerprint, fingerprint
+from stages.engine.config import ModelConfig
+from stages.engine.fingerprint import Fingerprint, file_digest, fingerprint
 from stages.engine.gguf_weights import GgufWeights
 from stages.engine.kv_cache import PagedKvCache
 from stages.engine.model import Model
-from stages.engine.weights import load_weights
+from stages.engine.weight_cache import load_or_fold
+from stages.gguf.file import GgufFile
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,15 +29,15 @@ T = TypeVar("T")
 class Engine:
     """Use as a context manager; leaving it ends the thread."""
 
-    def __init__(self, model_path: Path, codec_name: str, num_pages: int, num_threads: int) -> None:
+    def __init__(self, model_path: Path, codec_name: str, num_pages: int, num_threads: int, weight_cache: Path) -> None:
         """Load the model and compute its fingerprint; takes seconds.
 
         Raises:
-            UnsupportedModelError: The file holds a model this engine cannot run.
+            GgufError: The file cannot be read, or holds a model this engine cannot run.
         """
         self._thread = ThreadPoolExecutor(1, "engine", initializer=_use_threads, initargs=(num_threads,))
         codec = codec_named(codec_name)
-        self.model, self.fingerprint = self._thread.submit(_load, model_path, codec_name).result()
+        self.model, self.fingerprint = self._thread.submit(_load, model_path, codec_name, weight_cache).result()
         self.config: ModelConfig = self.model.config
         self.codec = codec
         self.cache = PagedKvCache(self.config.kv_layout, codec, num_pages)
@@ -59,8 +60,18 @@ def _use_threads(num_threads: int) -> None:
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
-def _load(model_path: Path, codec_name: str) -> tuple[Model, Fingerprint]:
-    reader = open_gguf(model_path)
-    config = ModelConfig.from_gguf(reader)
-    model = Model(load_weights(GgufWeights(reader, config), config))
-    return model, fingerprint(model_path, model, codec_named(codec_name))
+def _load(model_path: Path, codec_name: str, weight_cache: Path) -> tuple[Model, Fingerprint]:
+    model, digest = load_model(model_path, weight_cache)
+    return model, fingerprint(digest, model, codec_named(codec_name))
+
+
+def load_model(model_path: Path, weight_cache: Path) -> tuple[Model, str]:
+    """The model, and the SHA-256 of its file.
+
+    Raises:
+        GgufError: The file cannot be read, or holds a model this engine cannot run.
+    """
+    with GgufFile.open(model_path) as file:
+        config = ModelConfig.from_gguf(file)
+        digest = file_digest(model_path)
+        return Model(config, load_or_fold(GgufWeights(file, config), config, digest, weight_cache)), digest

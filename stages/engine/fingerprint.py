@@ -43,10 +43,10 @@ class Fingerprint:
         return hashlib.sha256(lines.encode()).digest()
 
 
-def fingerprint(model_path: Path, model: Model, codec: Codec) -> Fingerprint:
-    """Fingerprint of an engine that is ready to run."""
+def fingerprint(model_digest: str, model: Model, codec: Codec) -> Fingerprint:
+    """Fingerprint of an engine that is ready to run; `model_digest` is that of its file."""
     return Fingerprint(
-        model=file_digest(model_path),
+        model=model_digest,
         codec=codec.name,
         layout=model.config.kv_layout.fingerprint(),
         arithmetic=str(ARITHMETIC_VERSION),

@@ -1,40 +1,40 @@
 """Reads the tensors of a Llama-family GGUF as fp32, in the layout the engine computes with.
 
-Owns the block formats it accepts and the converter's row permutation of Q and K. Knows nothing about int8 or rotation.
+Owns the converter's row permutation of Q and K. Knows nothing about int8 or rotation.
 """
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from stages.engine.config import ModelConfig, UnsupportedModelError
+from stages.engine.config import ModelConfig
+from stages.gguf.errors import UnsupportedModelError
+from stages.gguf.file import GgufFile
 
 Matrix = NDArray[np.float32]
-ACCEPTED = (GGMLQuantizationType.F32, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
 
 
 class GgufWeights:
     """Tensors by GGUF name, dequantised when asked for and not kept."""
 
-    def __init__(self, reader: GGUFReader, config: ModelConfig) -> None:
-        """Index the tensors of an open file."""
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        """Read from a file that stays open for as long as tensors are asked for."""
+        self._file = file
         self._config = config
 
     def matrix(self, name: str) -> Matrix:
         """Weight `name` as [out, in] (or [n] for a vector) in fp32.
 
         Raises:
-            UnsupportedModelError: The tensor is missing or in a format this engine does not read.
+            UnsupportedModelError: The tensor is missing.
         """
-        tensor = self._tensors.get(f"{name}.weight")
+        tensor = self._file.tensors.get(f"{name}.weight")
         if tensor is None:
-            raise UnsupportedModelError(f"tensor {name}.weight is missing")
-        if tensor.tensor_type not in ACCEPTED:
-            accepted = ", ".join(kind.name for kind in ACCEPTED)
-            raise UnsupportedModelError(f"{tensor.name} is {tensor.tensor_type.name}; accepted are {accepted}")
-        return np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32, order="C")
+            raise UnsupportedModelError(self._file.path, f"tensor {name}.weight is missing")
+        # Blocks lie side by side within a row: [out, bytes of a row].
+        blocks = np.frombuffer(self._file.tensor_data(tensor), np.uint8).reshape(*tensor.shape[:-1], tensor.row_bytes)
+        return np.array(dequantize(blocks, GGMLQuantizationType(tensor.type_id)), dtype=np.float32, order="C")
 
     def query_key_value(self, layer: int) -> tuple[Matrix, Matrix, Matrix]:
         """Projections of one layer: q [H * D, hidden], k and v [KV * D, hidden], with rotary halves side by side."""

@@ -2,7 +2,8 @@
 
 Every kernel treats each row alone and in a fixed order. Linear layers want rows whose largest magnitude is 1, so
 kernels that feed one divide by the row's maximum and hand the factor on as `scale`; kernels that consume a linear
-layer's output multiply by it first. Letters: R rows, H query heads, KV kv heads, D head_dim, F intermediate size.
+layer's output multiply by it first. What enters a linear layer is also rotated (rotation.py): a Hadamard transform
+inside blocks, left unscaled because the weights hold the factor, then a small matrix across blocks. Letters: R rows, H query heads, KV kv heads, D head_dim, F intermediate size.
 """
 
 import numpy as np
@@ -42,36 +43,80 @@ def _add_row(residual, update, scale, n):
 
 
 @inlined
-def _norm_row(x, n, eps, out):
-    """RMS norm (its weight lives in the next linear layer) brought to maximum 1; returns the factor taken out."""
-    root = np.sqrt(sum_of_squares(x, n) / np.float32(n) + eps)
-    return _to_unit_maximum(x, n, out) / root
+def _mix(x, matrix, block, out):
+    """out[i] = sum over j of matrix[i, j] * x[j], j ascending, over blocks. Shapes: [n * block], [n, n], [n * block]."""
+    for i in range(len(matrix)):
+        first = i * block
+        for t in range(block):
+            out[first + t] = np.float32(0)
+        for j in range(len(matrix)):
+            factor = matrix[i, j]
+            other = j * block
+            for t in range(block):
+                out[first + t] += factor * x[other + t]
 
 
-def _norm(residual, eps, out, scale):
-    """out, scale = unit rows of rms_norm(residual). Shapes: [R, hidden], [R, hidden], [R]."""
+@inlined
+def _transform_to_unit(x, matrix, mixed, out):
+    """Hadamard-transform the blocks of x in place, mix them, bring the result to maximum 1; returns that maximum."""
+    size = len(x)
+    block = size // len(matrix)
+    for start in range(0, size, block):
+        hadamard_in_place(x[start : start + block], block)
+    _mix(x, matrix, block, mixed)
+    return _to_unit_maximum(mixed, size, out)
+
+
+@inlined
+def _norm_row(x, weight, eps, matrix, weighted, mixed, out):
+    """RMS norm, transformed and brought to maximum 1; returns the factor taken out."""
+    size = len(x)
+    root = np.sqrt(sum_of_squares(x, size) / np.float32(size) + eps)
+    for i in range(size):
+        weighted[i] = x[i] * weight[i]
+    return _transform_to_unit(weighted, matrix, mixed, out) / root
+
+
+def _norm(residual, weight, eps, matrix, out, scale):
+    """out, scale = unit rows of the transformed rms_norm(residual).
+
+    Shapes: residual [R, hidden], weight [hidden], matrix [m, m] for m blocks, out [R, hidden], scale [R].
+    """
+    size = residual.shape[1]
     for r in prange(len(residual)):
-        scale[r] = _norm_row(residual[r], residual.shape[1], eps, out[r])
+        weighted = np.empty(size, np.float32)
+        mixed = np.empty(size, np.float32)
+        scale[r] = _norm_row(residual[r], weight, eps, matrix, weighted, mixed, out[r])
 
 
-def _add_norm(residual, update, update_scale, eps, out, scale):
+def _add_norm(residual, update, update_scale, weight, eps, matrix, out, scale):
     """residual += update * update_scale, then as _norm."""
+    size = residual.shape[1]
     for r in prange(len(residual)):
-        _add_row(residual[r], update[r], update_scale[r], residual.shape[1])
-        scale[r] = _norm_row(residual[r], residual.shape[1], eps, out[r])
+        weighted = np.empty(size, np.float32)
+        mixed = np.empty(size, np.float32)
+        _add_row(residual[r], update[r], update_scale[r], size)
+        scale[r] = _norm_row(residual[r], weight, eps, matrix, weighted, mixed, out[r])
 
 
-def _unit_rows(x, out, scale):
-    """out, scale = unit rows of x. Shapes: [R, n], [R, n], [R]."""
+def _mixed_unit(x, matrix, out, scale):
+    """out, scale = unit rows of x with its blocks mixed. Shapes: [R, n], [m, m], [R, n], [R]."""
+    size = x.shape[1]
     for r in prange(len(x)):
-        scale[r] = _to_unit_maximum(x[r], x.shape[1], out[r])
+        mixed = np.empty(size, np.float32)
+        _mix(x[r], matrix, size // len(matrix), mixed)
+        scale[r] = _to_unit_maximum(mixed, size, out[r])
 
 
-def _gated_unit(gate_up, in_scale, block, out, scale):
-    """out, scale = unit rows of Hadamard(silu(gate) * up), in blocks. Shapes: [R, 2F], [R], [R, F], [R]."""
+def _gated_unit(gate_up, in_scale, matrix, out, scale):
+    """out, scale = unit rows of the transformed silu(gate) * up.
+
+    Shapes: gate_up [R, 2F], in_scale [R], matrix [m, m] for m blocks, out [R, F], scale [R].
+    """
     size = out.shape[1]
     for r in prange(len(gate_up)):
         hidden = np.empty(size, np.float32)
+        mixed = np.empty(size, np.float32)
         bits = np.empty(size, np.int32)
         row = gate_up[r]
         s = in_scale[r]
@@ -80,9 +125,7 @@ def _gated_unit(gate_up, in_scale, block, out, scale):
         exp_in_place(hidden, size, bits)
         for i in range(size):
             hidden[i] = (row[i] * s) / (_ONE + hidden[i]) * (row[size + i] * s)
-        for start in range(0, size, block):
-            hadamard_in_place(hidden[start : start + block], block)
-        scale[r] = _to_unit_maximum(hidden, size, out[r])
+        scale[r] = _transform_to_unit(hidden, matrix, mixed, out[r])
 
 
 @inlined
@@ -179,6 +222,6 @@ class RowKernel:
 
 norm = RowKernel(_norm)
 add_norm = RowKernel(_add_norm)
-unit_rows = RowKernel(_unit_rows)
+mixed_unit = RowKernel(_mixed_unit)
 gated_unit = RowKernel(_gated_unit)
 split_heads = RowKernel(_split_heads)

@@ -7,6 +7,7 @@ saturate beyond that (docs/arithmetic.md has the measurements). Knows nothing ab
 """
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,18 +18,32 @@ ACTIVATION_ZERO_POINT = 128  # FBGEMM activations are unsigned
 WEIGHT_LEVELS = 100
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A weight rounded per output row. Shapes: codes [out, in] int8, scales [out] fp32."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
+
+    @classmethod
+    def round(cls, weight: NDArray[np.floating]) -> "Int8Weight":
+        """Round [out, in] to the nearest level, ties to even."""
+        largest = np.abs(weight).max(axis=1, keepdims=True)
+        scales = np.maximum(largest / WEIGHT_LEVELS, 1e-12).astype(np.float32)
+        return cls(np.rint(weight / scales).astype(np.int8), scales[:, 0])
+
+
 class Int8Linear:
     """y = x W^T for rows x with max|x| = 1, in int8."""
 
-    def __init__(self, weight: NDArray[np.floating]) -> None:
-        """Quantise [out, in] per output row and pack it for FBGEMM."""
-        values = torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32))
-        scales = (values.abs().amax(1).double() / WEIGHT_LEVELS).clamp(min=1e-12)
-        zeros = torch.zeros(len(values), dtype=torch.long)
+    def __init__(self, weight: Int8Weight) -> None:
+        """Pack a rounded weight for FBGEMM."""
+        codes, scales = torch.from_numpy(weight.codes), torch.from_numpy(weight.scales).double()
+        zeros = torch.zeros(len(scales), dtype=torch.long)
         with warnings.catch_warnings():
             # torch plans to drop quantised tensor types; the pinned version has them, and FBGEMM packs no other.
             warnings.filterwarnings("ignore", message=".*quantized tensor creation.*", category=UserWarning)
-            quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
+            quantised = torch._make_per_channel_quantized_tensor(codes, scales, zeros, 0)
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
 
     def __call__(self, rows: torch.Tensor) -> NDArray[np.float32]:

@@ -1,15 +1,18 @@
 """Orthogonal rotations that spread outliers, so that eight bits a row are enough (QuaRot, arXiv 2404.00456).
 
-A rotation of the residual stream, one inside each value head, and one before `down_proj`: the first two are folded
-into the weights and cost nothing at run time, the third is a Hadamard transform in `kernels.py`. All of them are
-built from the size alone, in double precision, so that every process builds the same.
+What enters a linear layer is rotated: a Hadamard transform inside blocks of the largest power of two that divides the
+width, then a cosine transform across the blocks. The weight gets the same rotation ahead of time, so the product does
+not change, only how its input rounds. Built from the size alone, in double precision: every process builds the same.
+
+The residual stream itself stays as it is, and RMS norm weights are applied before the rotation, not folded into the
+linear layer as in the paper: folded, they widen the spread of its columns, and cost half as much quality again
+(docs/quality.md).
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 Doubles = NDArray[np.float64]
-_SIGN_SEED = 20_240_404  # any constant does: it only has to be the same in every process
 
 
 def hadamard(size: int) -> Doubles:
@@ -20,29 +23,34 @@ def hadamard(size: int) -> Doubles:
     return matrix / np.sqrt(size)
 
 
+def cosine_transform(size: int) -> Doubles:
+    """Orthonormal DCT-II: orthogonal for any size, and dense. Shapes: -> [size, size]."""
+    index = np.arange(size)
+    matrix = np.cos(np.pi * (2 * index[None, :] + 1) * index[:, None] / (2 * size)) * np.sqrt(2 / size)
+    matrix[0] /= np.sqrt(2)
+    return matrix
+
+
+def mixing(size: int) -> Doubles:
+    """Dense orthogonal matrix of any size: [size, size]."""
+    even = power_of_two_factor(size)
+    return np.kron(cosine_transform(size // even), hadamard(even))
+
+
 def power_of_two_factor(size: int) -> int:
     """Largest power of two that divides size."""
     return size & -size
 
 
-class HiddenRotation:
-    """Rotation R of the residual stream: random signs, then (odd factor's DCT) x (Hadamard), applied in O(size * 73).
+def block_mixing(width: int) -> Doubles:
+    """What lets the Hadamard blocks of rows of that width reach each other: [m, m] for m blocks."""
+    return cosine_transform(width // power_of_two_factor(width))
 
-    For 576 = 9 * 64: every number of the row reaches every other.
-    """
 
-    def __init__(self, size: int) -> None:
-        """Build R for rows of `size` numbers."""
-        self._hadamard = hadamard(power_of_two_factor(size))
-        self._mix = _cosine_transform(size // power_of_two_factor(size))
-        bits = np.random.Philox(key=_SIGN_SEED).random_raw(size) & np.uint64(1)
-        self._signs = np.where(bits == 1, 1.0, -1.0)
-
-    def apply(self, rows: NDArray[np.floating]) -> Doubles:
-        """Rows @ R. Shapes: [..., size] -> [..., size]."""
-        shape = rows.shape
-        blocks = (rows * self._signs).reshape(-1, len(self._mix), len(self._hadamard))
-        return (self._mix @ (blocks @ self._hadamard)).reshape(shape)
+def rotate_inputs(weight: NDArray[np.floating]) -> Doubles:
+    """The weight for inputs that `kernels.py` has transformed without scaling. Shapes: [out, in] -> same."""
+    block = power_of_two_factor(weight.shape[1])
+    return mix_blocks(rotate_blocks(weight, block), block_mixing(weight.shape[1])) / np.sqrt(block)
 
 
 def rotate_blocks(rows: NDArray[np.floating], block: int) -> Doubles:
@@ -50,9 +58,7 @@ def rotate_blocks(rows: NDArray[np.floating], block: int) -> Doubles:
     return (rows.reshape(-1, block) @ hadamard(block)).reshape(rows.shape)
 
 
-def _cosine_transform(size: int) -> Doubles:
-    """Orthonormal DCT-II: orthogonal for any size, and dense."""
-    index = np.arange(size)
-    matrix = np.cos(np.pi * (2 * index[None, :] + 1) * index[:, None] / (2 * size)) * np.sqrt(2 / size)
-    matrix[0] /= np.sqrt(2)
-    return matrix
+def mix_blocks(rows: NDArray[np.floating], matrix: Doubles) -> Doubles:
+    """Let the n blocks of every row become sums of each other by an [n, n] matrix. Shapes: [..., n * block] -> same."""
+    blocks = rows.reshape(-1, len(matrix), rows.shape[-1] // len(matrix))
+    return (matrix @ blocks).reshape(rows.shape)

@@ -1,6 +1,7 @@
-"""Compiles every kernel once, so that no request waits for a compiler: `python -m stages.engine.warm MODEL`.
+"""Prepares a home for its first stack: `python -m stages.engine.warm MODEL WEIGHT_CACHE`.
 
-The compiled code lands in numba's cache directory (NUMBA_CACHE_DIR), which all processes of a home share.
+Folds the weights into the cache and compiles every kernel once, so that no request waits for either. The compiled
+code lands in numba's cache directory (NUMBA_CACHE_DIR), which all processes of a home share.
 """
 
 import sys
@@ -9,12 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from kv_store.codecs.registry import CODECS
-from stages.engine.config import ModelConfig, open_gguf
+from stages.engine.engine import load_model
 from stages.engine.fingerprint import fingerprint
-from stages.engine.gguf_weights import GgufWeights
-from stages.engine.model import Model
 from stages.engine.sampling import SamplingSpec, TokenHistory, sample
-from stages.engine.weights import load_weights
+from stages.gguf.errors import GgufError
 
 # Together they pass through every loop of the sampler.
 _SPECS = (
@@ -25,12 +24,13 @@ _SPECS = (
 
 def main() -> None:
     """Load the model, compute its fingerprint with every codec, sample."""
-    reader = open_gguf(Path(sys.argv[1]))
-    config = ModelConfig.from_gguf(reader)
-    model = Model(load_weights(GgufWeights(reader, config), config))
+    try:
+        model, digest = load_model(Path(sys.argv[1]), Path(sys.argv[2]))
+    except GgufError as error:
+        sys.exit(str(error))
     for codec in CODECS:
-        fingerprint(Path(sys.argv[1]), model, codec)
-    logits = np.linspace(0, 1, config.vocab_size, dtype=np.float32)
+        fingerprint(digest, model, codec)
+    logits = np.linspace(0, 1, model.config.vocab_size, dtype=np.float32)
     for spec in _SPECS:
         sample(logits, spec, 0, TokenHistory.of((1, 2), (3,)))
 

@@ -1,95 +1,99 @@
-"""Turns a model's tensors into what the int8 engine multiplies with: norms folded, rotations folded, rows quantised.
+"""Turns a model's tensors into what the int8 engine multiplies with: inputs rotated (rotation.py), rows rounded.
 
-Folding, per layer (R rotates the residual stream, H transforms each value head, B the feed-forward blocks):
-    q, k: W diag(norm) R            v: H W diag(norm) R          o: R^T W H
-    gate, up: W diag(norm) R        down: R^T W B                embedding: E R, head: W diag(norm) R
-RMS norm without its weight commutes with R, so the rotated model computes the same function.
+Per layer (T rotates a linear layer's inputs, H each value head, M mixes the heads):
+    q, k, v: W T, with H on v's outputs     o: W H M     gate, up: W T     down: W T     head: W T
+T and M are applied to activations at run time, in kernels.py; H costs nothing, because o takes it back.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.engine.config import ModelConfig
 from stages.engine.gguf_weights import GgufWeights, Matrix
-from stages.engine.linear import Int8Linear
-from stages.engine.rotation import HiddenRotation, power_of_two_factor, rotate_blocks
+from stages.engine.linear import Int8Weight
+from stages.engine.rotation import mix_blocks, mixing, rotate_blocks, rotate_inputs
+
+Arrays = dict[str, NDArray[np.generic]]
+NORMS = ("attention_norm", "feed_forward_norm")
+LINEARS = ("qkv", "output", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The four linear layers of one transformer block."""
+    """One transformer block."""
 
-    qkv: Int8Linear  # hidden -> (H + 2 KV) * D
-    output: Int8Linear  # H * D -> hidden
-    gate_up: Int8Linear  # hidden -> 2 F
-    down: Int8Linear  # F -> hidden
+    attention_norm: Matrix  # [hidden]
+    feed_forward_norm: Matrix  # [hidden]
+    qkv: Int8Weight  # hidden -> (H + 2 KV) * D
+    output: Int8Weight  # H * D -> hidden
+    gate_up: Int8Weight  # hidden -> 2 F
+    down: Int8Weight  # F -> hidden
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Everything `model.py` reads."""
+    """Everything the engine needs of a model file, besides its configuration."""
 
-    config: ModelConfig
-    embedding: Matrix  # [vocab, hidden], rotated
+    embedding: Matrix  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
-    head: Int8Linear  # hidden -> vocab
+    final_norm: Matrix  # [hidden]
+    head: Int8Weight  # hidden -> vocab
+
+    @classmethod
+    def fold(cls, source: GgufWeights, config: ModelConfig) -> Self:
+        """Rotate and round; takes seconds."""
+        return cls(
+            embedding=source.matrix("token_embd"),
+            layers=tuple(_layer(source, config, index) for index in range(config.num_layers)),
+            final_norm=source.matrix("output_norm"),
+            head=Int8Weight.round(rotate_inputs(source.head())),
+        )
+
+    def arrays(self) -> Arrays:
+        """Everything as flat named arrays."""
+        named: Arrays = {"embedding": self.embedding, "final_norm": self.final_norm}
+        named |= {"head.codes": self.head.codes, "head.scales": self.head.scales}
+        for index, layer in enumerate(self.layers):
+            named |= {f"{index}.{name}": getattr(layer, name) for name in NORMS}
+            for name in LINEARS:
+                weight: Int8Weight = getattr(layer, name)
+                named |= {f"{index}.{name}.codes": weight.codes, f"{index}.{name}.scales": weight.scales}
+        return named
+
+    @classmethod
+    def from_arrays(cls, named: Arrays, num_layers: int) -> Self:
+        """Inverse of arrays()."""
+
+        def floats(name: str) -> Matrix:
+            return named[name].view(np.float32)
+
+        def weight(name: str) -> Int8Weight:
+            return Int8Weight(named[f"{name}.codes"].view(np.int8), floats(f"{name}.scales"))
+
+        layers = (
+            LayerWeights(
+                *(floats(f"{index}.{name}") for name in NORMS), *(weight(f"{index}.{name}") for name in LINEARS)
+            )
+            for index in range(num_layers)
+        )
+        return cls(floats("embedding"), tuple(layers), floats("final_norm"), weight("head"))
 
 
-def down_block(config: ModelConfig) -> int:
-    """Size of the Hadamard blocks before `down_proj`: the largest power of two that divides the width."""
-    return power_of_two_factor(config.intermediate_size)
-
-
-def load_weights(
-    source: GgufWeights, config: ModelConfig, on_layer: Callable[[int, int], None] | None = None
-) -> ModelWeights:
-    """Fold, rotate and quantise.
-
-    Args:
-        source: The model file.
-        config: Its shape.
-        on_layer: Called with (layers done, layers in all) for progress.
-    """
-    rotation = HiddenRotation(config.hidden_size)
-    layers: list[LayerWeights] = []
-    for index in range(config.num_layers):
-        layers.append(_layer(source, config, rotation, index))
-        if on_layer:
-            on_layer(index + 1, config.num_layers)
-    final_norm = source.matrix("output_norm")
-    return ModelWeights(
-        config=config,
-        embedding=rotation.apply(source.matrix("token_embd")).astype(np.float32),
-        layers=tuple(layers),
-        head=Int8Linear(rotation.apply(source.head() * final_norm)),
-    )
-
-
-def _layer(source: GgufWeights, config: ModelConfig, rotation: HiddenRotation, index: int) -> LayerWeights:
+def _layer(source: GgufWeights, config: ModelConfig, index: int) -> LayerWeights:
     block, head_dim = f"blk.{index}", config.head_dim
-    attention_norm, feed_forward_norm = (
-        source.matrix(f"{block}.attn_norm"),
-        source.matrix(f"{block}.ffn_norm"),
-    )
     query, key, value = source.query_key_value(index)
-    # H V: the transform acts on a head's outputs, that is on columns of the transposed weight.
+    # The transform acts on a value head's outputs, that is on columns of the transposed weight.
     value = rotate_blocks(value.T, head_dim).T
-    output = rotate_blocks(source.matrix(f"{block}.attn_output"), head_dim)
+    output = mix_blocks(rotate_blocks(source.matrix(f"{block}.attn_output"), head_dim), mixing(config.num_heads))
     gate_up = np.concatenate([source.matrix(f"{block}.ffn_gate"), source.matrix(f"{block}.ffn_up")])
-    down = rotate_blocks(source.matrix(f"{block}.ffn_down"), down_block(config))
-    # gated_unit() leaves its transform unscaled; this is the missing factor.
-    down /= np.sqrt(down_block(config))
     return LayerWeights(
-        qkv=Int8Linear(rotation.apply(np.concatenate([query, key, value]) * attention_norm)),
-        output=Int8Linear(_rotate_outputs(rotation, output)),
-        gate_up=Int8Linear(rotation.apply(gate_up * feed_forward_norm)),
-        down=Int8Linear(_rotate_outputs(rotation, down)),
+        attention_norm=source.matrix(f"{block}.attn_norm"),
+        feed_forward_norm=source.matrix(f"{block}.ffn_norm"),
+        qkv=Int8Weight.round(rotate_inputs(np.concatenate([query, key, value]))),
+        output=Int8Weight.round(output),
+        gate_up=Int8Weight.round(rotate_inputs(gate_up)),
+        down=Int8Weight.round(rotate_inputs(source.matrix(f"{block}.ffn_down"))),
     )
-
-
-def _rotate_outputs(rotation: HiddenRotation, weight: NDArray[np.floating]) -> NDArray[np.float64]:
-    """R^T W, for layers that write to the residual stream."""
-    return rotation.apply(weight.T).T

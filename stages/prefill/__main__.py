@@ -1,12 +1,13 @@
 """Builds the prefill process and runs it."""
 
 from kv_store.pool import FilePool
-from pipeline.model_files import resolve
 from pipeline.settings import Settings
 from stages.common.stage_process import run_stage, stage_process
-from stages.engine.config import ModelConfig, open_gguf
+from stages.engine.config import ModelConfig
 from stages.engine.engine import Engine
 from stages.engine.kv_cache import pages_for
+from stages.gguf.file import GgufFile
+from stages.gguf.model_files import resolve
 from stages.prefill.handover import Handover
 from stages.prefill.stage import PrefillLimits, PrefillStage
 from stages.text.tokenizer import Tokenizer
@@ -16,11 +17,12 @@ from stages.text.vocabulary import Vocabulary
 async def serve(settings: Settings) -> None:
     """Prefill until told to stop."""
     model_path = resolve(settings.model, settings.home)
-    trained_len = ModelConfig.from_gguf(open_gguf(model_path)).max_model_len
+    with GgufFile.open(model_path) as file:
+        trained_len = ModelConfig.from_gguf(file).max_model_len
     # One prompt is in the engine at a time, so the longest one is all the cache has to hold.
     num_pages = pages_for(min(settings.max_model_len or trained_len, trained_len))
     with (
-        Engine(model_path, settings.kv_codec, num_pages, settings.engine_threads) as engine,
+        Engine(model_path, settings.kv_codec, num_pages, settings.engine_threads, settings.weight_cache) as engine,
         FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool,
     ):
         async with stage_process("prefill", settings, engine.fingerprint.parts(), pool.pool_id) as process:

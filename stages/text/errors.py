@@ -2,7 +2,7 @@
 
     TextError
     ├── VocabularyError           the model file
-    │   ├── VocabularyDamaged     its metadata cannot be read, or contradict themselves
+    │   ├── VocabularyDamaged     its metadata lack something, or contradict themselves
     │   └── VocabularyUnsupported it needs a kind of tokenizer that we do not have
     ├── UnencodableText           the user's text is not Unicode: it holds half of a surrogate pair
     ├── UnknownTokenId            a token id outside the vocabulary
@@ -38,7 +38,7 @@ class VocabularyError(TextError):
 
 
 class VocabularyDamaged(VocabularyError):
-    """The metadata cannot be read; the message names the file and, where there is one, the key."""
+    """The metadata are not a vocabulary; the message names the file and the key."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}")

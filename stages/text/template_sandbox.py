@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from jinja2 import Undefined, nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, TemplateReference
@@ -158,9 +157,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return isinstance(obj, _TEMPLATE_OBJECTS) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Refuse str.format, which Jinja would otherwise admit before it asks `is_safe_attribute`."""
-        if super().wrap_str_format(value) is not None:
-            raise SecurityError("str.format is not available; use ~ to put text together")
+        """Leave str.format to `is_safe_attribute`, which refuses it: Jinja's own wrapper would come first."""
 
     @staticmethod
     def _output(value: object) -> str:

@@ -4,14 +4,13 @@ It owns the reading of the `tokenizer.*` keys and their consistency. It knows no
 tokens (tokenizer.py) or how a chat becomes text (chat_template.py).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
+from stages.gguf.file import GgufFile
 from stages.text.errors import VocabularyDamaged
-from stages.text.gguf_metadata import Value, read_metadata
 
 # Models that end a turn with another token than their eos rarely say so in the metadata: llama.cpp knows
 # them by their spelling (llama-vocab.cpp, special_eog_ids), and so do we. Only control tokens count.
@@ -63,9 +62,11 @@ class Vocabulary:
         """Read the vocabulary of a GGUF file; the weights are not touched.
 
         Raises:
-            VocabularyDamaged: The file cannot be read, or a key is missing, of a wrong type or out of range.
+            GgufError: The file cannot be read.
+            VocabularyDamaged: A key is missing, of a wrong type or out of range.
         """
-        return cls._from_keys(_Keys(path, read_metadata(path, lambda key: key.startswith("tokenizer."))))
+        with GgufFile.open(path) as file:
+            return cls._from_keys(_Keys(file))
 
     @classmethod
     def _from_keys(cls, keys: "_Keys") -> Self:
@@ -121,15 +122,14 @@ def _end_ids(keys: "_Keys", tokens: tuple[str, ...], control: frozenset[int]) ->
 class _Keys:
     """The metadata with checked access: what is not as expected becomes an error that names the key."""
 
-    def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
-        self._path = path
-        self._values = values
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
 
     def problem(self, name: str, what: str) -> VocabularyDamaged:
-        return VocabularyDamaged(self._path, f"{_PREFIX}{name} {what}")
+        return VocabularyDamaged(self._file.path, f"{_PREFIX}{name} {what}")
 
     def optional(self, name: str, kind: type[T]) -> T | None:
-        value = self._values.get(_PREFIX + name)
+        value = self._file.value(_PREFIX + name)
         if value is None:
             return None
         if not (isinstance(value, kind) and type(value) is kind):  # a bool is an int, but not one of ours
@@ -155,11 +155,11 @@ class _Keys:
         return token_id
 
     def template(self) -> str | None:
-        template = self._values.get("tokenizer.chat_template")
+        template = self._file.value("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
     def _array(self, name: str, kind: type[T]) -> tuple[T, ...]:
-        value = self._values.get(_PREFIX + name)
+        value = self._file.value(_PREFIX + name)
         if not isinstance(value, tuple):
             raise self.problem(name, "is missing, or not an array")
         items = tuple(item for item in value if isinstance(item, kind))

@@ -2,12 +2,12 @@
 
 from functools import cache
 
-from pipeline.worker import run_worker
-
-from pipeline.model_files import resolve
 from pipeline.settings import Settings
+from pipeline.worker import run_worker
 from stages.common.stage_process import run_stage, stage_process
-from stages.engine.config import ModelConfig, open_gguf
+from stages.engine.config import ModelConfig
+from stages.gguf.file import GgufFile
+from stages.gguf.model_files import resolve
 from stages.text.chat_template import ChatTemplate
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
@@ -18,8 +18,9 @@ from stages.tokenizer.stage import TokenizerStage
 async def serve(settings: Settings) -> None:
     """Tokenise until told to stop."""
     model_path = resolve(settings.model, settings.home)
+    with GgufFile.open(model_path) as file:  # first: what is wrong with a foreign model is not its vocabulary
+        trained_len = ModelConfig.from_gguf(file).max_model_len
     vocabulary = Vocabulary.from_gguf(model_path)
-    trained_len = ModelConfig.from_gguf(open_gguf(model_path)).max_model_len
     limits = RequestLimits(
         max_model_len=min(settings.max_model_len or trained_len, trained_len),
         default_max_tokens=settings.default_max_tokens,

@@ -1,4 +1,4 @@
-"""What the tests of processes share: short homes, watched pids, and a model file that is small."""
+"""What the tests of processes share: homes, pools, a small model file, and a stack of one stand-in stage."""
 
 import os
 import shutil
@@ -9,6 +9,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+
+from pipeline.settings import PREFIX, Settings
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -38,4 +42,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
+
+
+@pytest.fixture
+def stack_env(home: Path, pool_dir: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Set the SLUICE_* variables of a small stack, and return the whole environment."""
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLUICE_HOME", str(home))
+    monkeypatch.setenv("SLUICE_KV_POOL_DIR", str(pool_dir))
+    monkeypatch.setenv("SLUICE_MODEL", str(tiny_model))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return dict(os.environ)
+
+
+@pytest.fixture
+def stack_settings(stack_env: dict[str, str]) -> Settings:
+    """The settings of a small stack."""
+    return Settings()
+
+
+@pytest.fixture
+def procfile(tmp_path: Path) -> Path:
+    """A Procfile whose only stage answers everything."""
+    path = tmp_path / "Procfile"
+    path.write_text("tokenizer: python -m tests.ops.answering\n")
     return path

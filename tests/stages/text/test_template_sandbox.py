@@ -1,6 +1,5 @@
 """Hostile and broken templates: each ends in an error of ours, soon, and with little memory."""
 
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -9,7 +8,6 @@ import pytest
 from stages.text import template_budget
 from stages.text.chat_template import MAX_SOURCE_CHARACTERS, ChatTemplate
 from stages.text.errors import TemplateFailed, TemplateInvalid, TemplateLimit, TemplateRejected
-from stages.text.template_filters import FILTERS
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,10 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("source", LIMITS.values(), ids=LIMITS)
-def test_what_grows_without_bound_is_stopped(source: str) -> None:
-    started = time.process_time()
-    with pytest.raises(TemplateLimit, match=r"^the chat template exceeds .*: at most [\d,.]+$"):
+def test_counters_stop_what_grows_without_bound(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_budget, "MAX_SECONDS", 1e6)
+    with pytest.raises(TemplateLimit, match=r"^the chat template exceeds .*: at most [\d,]+$"):
         render(source)
-    assert time.process_time() - started < 10 * template_budget.MAX_SECONDS
 
 
 REFUSED = {
@@ -176,8 +173,3 @@ ORDINARY = {
 @pytest.mark.parametrize(("source", "shown"), ORDINARY.items(), ids=range(len(ORDINARY)))
 def test_ordinary_templates_mean_what_jinja_means(source: str, shown: str) -> None:
     assert render(source) == shown
-
-
-def test_every_listed_filter_exists_and_counts() -> None:
-    assert {"tojson", "trim", "join", "length"} <= set(FILTERS)
-    assert not {"random", "format", "center", "sum", "round", "attr", "pprint"} & set(FILTERS)

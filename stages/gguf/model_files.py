@@ -1,22 +1,22 @@
 """Model files: from a name or a path to a GGUF file, and whether that file can be served at all.
 
-Owns the list of known models and the header check. Knows nothing about downloads, tensors or tokenizers:
-it reads a header in milliseconds and no weight, so that a wrong file is refused before any process starts.
+Owns the list of known models. Knows nothing about downloads, tensors or tokenizers: it reads a header in
+milliseconds and no weight, so that a wrong file is refused before any process starts. What it raises belongs to
+pipeline's errors, so the engine, which knows nothing of pipeline, opens files by itself.
 """
 
 import re
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from pipeline.errors import SluiceError
-from pipeline.gguf_header import GgufHeader, HeaderError, read_header
-
-ARCHITECTURES = ("llama",)
-TENSOR_TYPES = ("F32", "Q4_1", "Q8_0")  # those the engine's weight loader reads
+from stages.gguf.errors import GgufError
+from stages.gguf.file import GgufFile, regular_size
+from stages.gguf.supported import require_supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,33 +132,8 @@ def check_gguf(path: Path) -> GgufSummary:
     Raises:
         ModelFileError: with the path and what is wrong.
     """
-    size = _regular_size(path)
-    try:
-        with path.open("rb") as file:
-            header = read_header(file, size)
-        _check_tensors(header, size)
-    except HeaderError as error:
-        raise ModelFileError(path, str(error)) from error
-    except OSError as error:
-        raise ModelFileError(path, f"cannot be read: {error.strerror}") from error
-    return GgufSummary(header.architecture or "", len(header.tensors), size)
-
-
-def _check_tensors(header: GgufHeader, file_bytes: int) -> None:
-    if header.architecture not in ARCHITECTURES:
-        raise HeaderError(
-            f"holds a model of architecture {header.architecture!r}; only {', '.join(ARCHITECTURES)} can be served"
-        )
-    if not header.tensors:
-        raise HeaderError("holds no tensors")
-    for tensor in header.tensors:
-        if tensor.type_name not in TENSOR_TYPES:
-            raise HeaderError(
-                f"tensor {tensor.name} is {tensor.type_name}; only {', '.join(TENSOR_TYPES)} can be served"
-            )
-        end = header.data_offset + tensor.offset + tensor.num_bytes()
-        if end > file_bytes:
-            raise HeaderError(f"is cut short: it has {file_bytes} bytes, tensor {tensor.name} ends at byte {end}")
+    with _explained(), GgufFile.open(path) as file:
+        return GgufSummary(require_supported(file), len(file.tensors), regular_size(path))
 
 
 def _entry(name: str, home: Path) -> ModelEntry:
@@ -176,10 +151,13 @@ def _is_name(text: str) -> bool:
 
 
 def _regular_size(path: Path) -> int:
+    with _explained():
+        return regular_size(path)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
     try:
-        status = path.stat()
-    except OSError as error:
-        raise ModelFileError(path, f"cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ModelFileError(path, "is not a file")
-    return status.st_size
+        yield
+    except GgufError as error:
+        raise ModelFileError(error.path, error.problem) from error

@@ -1,0 +1,1 @@
+"""One batch through many stacks, compared to the bit: `python -m ops.prove`."""

@@ -1,0 +1,189 @@
+"""Both transports do the same: random histories, step by step, on the scripts and on their Python twin.
+
+The contract tests say what must happen in the cases somebody thought of; this looks at the others.
+"""
+
+import random
+from collections.abc import Sequence
+from itertools import count
+from typing import cast
+
+import pytest
+from redis.asyncio import Redis
+
+from pipeline.keys import PRIORITIES, STAGES, Keys
+from pipeline.memory import MemoryTransport
+from pipeline.redis_receive import START
+from pipeline.redis_streams import RedisStreams
+from pipeline.transport import (
+    END_STATES,
+    AddChunk,
+    DeadLetter,
+    Delivery,
+    Effect,
+    Emit,
+    Finish,
+    Plan,
+    Publish,
+    Transaction,
+    Transport,
+    TransportOptions,
+)
+from tests.pipeline.benches import POOL, MemoryBench, RedisBench
+
+NUM_STEPS = 200
+NUM_RECENT = 5  # deliveries that a step may be about: older ones are mostly gone
+CONSUMERS = ("a", "b")
+REQUESTS = ("q", "r", "s", "t", "u", "v", "w")
+
+
+class Side:
+    """One implementation, its two consumers, and every delivery they ever got, in order."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.transports = transports
+        self.received: list[tuple[int, Delivery]] = []
+
+    async def expire(self, delivery: Delivery) -> None:
+        raise NotImplementedError
+
+    async def receive(self, who: int, stage: str, max_items: int) -> list[tuple[bytes, int]]:
+        deliveries = await self.transports[who].receive(stage, max_items, block_s=0)
+        self.received += [(who, delivery) for delivery in deliveries]
+        return [(delivery.payload, delivery.tries) for delivery in deliveries]
+
+
+class RedisSide(Side):
+    def __init__(self, transports: Sequence[Transport], raw: Redis) -> None:
+        super().__init__(transports)
+        self._raw = raw
+
+    async def expire(self, delivery: Delivery) -> None:
+        pending = await self._raw.xpending_range(
+            delivery.stream, delivery.stage, delivery.entry_id, delivery.entry_id, 1
+        )
+        for entry in pending:
+            await self._raw.xclaim(
+                delivery.stream, delivery.stage, entry["consumer"], 0, [delivery.entry_id], idle=60_000, justid=True
+            )
+
+    async def receive(self, who: int, stage: str, max_items: int) -> list[tuple[bytes, int]]:
+        """Sweep from the start, as memory does: where a sweep goes on is tested elsewhere."""
+        receiver = cast("RedisStreams", self.transports[who])._receivers.get(stage)
+        if receiver is not None:
+            receiver._cursors = [START for _ in receiver.streams]
+        return await super().receive(who, stage, max_items)
+
+
+class MemorySide(Side):
+    def __init__(self, transports: Sequence[Transport], bench: MemoryBench) -> None:
+        super().__init__(transports)
+        self._bench = bench
+
+    async def expire(self, delivery: Delivery) -> None:
+        entry = self._bench.queues.broker.streams[delivery.stream].get(delivery.entry_id)
+        if entry is not None:
+            entry.renewed_at = float("-inf")
+
+
+class History:
+    """Draws steps; the same seed draws the same ones."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def steps(self) -> list[tuple[str, float]]:
+        kinds = ("admit", "receive", "commit", "renew", "hand back", "bury", "expire")
+        weights = (2, 6, 10, 1, 0.7, 0.3, 2)
+        return [(kind, self._random.random()) for kind in self._random.choices(kinds, weights, k=NUM_STEPS)]
+
+
+def draw_effects(rng: random.Random, request_id: str) -> tuple[Effect, ...]:
+    if rng.random() < 0.06:
+        end = Finish(b"end", rng.choice(END_STATES))
+        return (end, DeadLetter("why")) if rng.random() < 0.3 else (end,)
+    payload = request_id.encode()
+    first = rng.choice((0, 0, 1, 2, 3))
+    publish = Publish(rng.choice(STAGES), rng.choice(PRIORITIES), payload)
+    choices: list[tuple[Effect, ...]] = [
+        (publish,),
+        (publish, publish),
+        (Emit(b"d", first, rng.choice((1, 2))),),
+        (Emit(b"d", first, 1), Emit(b"e", first + 1, 1), publish),
+        (AddChunk(rng.randrange(3), rng.choice((b"x", b"x", b"y"))),),
+        (AddChunk(0, b"x"), AddChunk(1, b"x")),
+        (Plan(rng.choice((1, 2)), rng.choice(PRIORITIES), payload),),
+    ]
+    return rng.choice(choices)
+
+
+def draw_transaction(rng: random.Random, delivery: Delivery) -> Transaction:
+    request_id = delivery.payload.decode() if rng.random() < 0.95 else "nobody"
+    attempt = 1 if rng.random() < 0.03 else 0
+    return Transaction(delivery, request_id, attempt, draw_effects(rng, request_id), ack=rng.random() < 0.15)
+
+
+async def take_step(side: Side, kind: str, seed: float) -> object:
+    rng = random.Random(seed)
+    if kind == "admit":
+        request_id = rng.choice(REQUESTS)
+        return await side.transports[0].admit(request_id, rng.choice(PRIORITIES), request_id.encode())
+    if kind == "receive":
+        return await side.receive(rng.randrange(len(CONSUMERS)), rng.choice(STAGES), rng.choice((1, 2, 5)))
+    if not side.received:
+        return None
+    recent = side.received[-NUM_RECENT:]
+    holder, delivery = rng.choice(recent)
+    transport = side.transports[holder]
+    if kind == "commit":
+        own = [delivery for who, delivery in recent if who == holder]
+        drawn = rng.choices(own, k=rng.choice((1, 1, 3)))
+        return await transport.commit([draw_transaction(rng, delivery) for delivery in drawn])
+    if kind == "renew":
+        return await transport.renew([delivery, delivery])
+    if kind == "hand back":
+        return await transport.hand_back([delivery])
+    if kind == "bury":
+        return await transport.dead_letter(delivery, "buried")
+    return await side.expire(delivery)
+
+
+async def state_of(transport: Transport) -> object:
+    lengths = [await transport.queue_length(stage, priority) for stage in STAGES for priority in PRIORITIES]
+    chunks = [await transport.chunks(request_id, 0) for request_id in REQUESTS]
+    return lengths, chunks
+
+
+@pytest.mark.parametrize("seed", range(150, 260))
+async def test_both_transports_take_the_same_steps(
+    seed: int, redis_bench: RedisBench, raw_redis: Redis, valkey_url: str, namespace: str
+) -> None:
+    readings = count(0, 1000)  # a sweep is due at every call, as in memory
+    opened = [
+        RedisStreams(
+            Redis.from_url(valkey_url, protocol=2),
+            Redis.from_url(valkey_url, protocol=2),
+            "test",
+            TransportOptions(name, POOL, max_queue=8),
+            Keys(namespace),
+            lambda: float(next(readings)),
+        )
+        for name in CONSUMERS
+    ]
+    memory = MemoryBench()
+    twins = [MemoryTransport(memory.queues, TransportOptions(name, POOL, max_queue=8)) for name in CONSUMERS]
+    sides = RedisSide(opened, raw_redis), MemorySide(twins, memory)
+    try:
+        for number, (kind, step_seed) in enumerate(History(seed).steps()):
+            real, twin = [await take_step(side, kind, step_seed) for side in sides]
+            assert real == twin, f"step {number}, {kind}"
+            assert await state_of(opened[0]) == await state_of(twins[0]), f"after step {number}, {kind}"
+        for stage in STAGES:
+            assert await redis_bench.dead_letters(stage) == await memory.dead_letters(stage)
+        for request_id in REQUESTS:
+            assert await redis_bench.state_of(request_id) == await memory.state_of(request_id)
+            if await memory.state_of(request_id):
+                assert await opened[0].read_results(request_id, 0, 0) == await twins[0].read_results(request_id, 0, 0)
+    finally:
+        for transport in opened:
+            await transport.close()
