@@ -34,6 +34,7 @@ class OutputFile:
     def write(self, line: bytes) -> None:
         """Append one line."""
         self._file.write(line)
+        self._file.flush()  # requests take longer than this, and people look at files while they grow
         self.num_lines += 1
 
     def __enter__(self) -> Self:

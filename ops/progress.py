@@ -3,7 +3,6 @@
 Owns what is shown while a run goes on. Knows nothing about requests: it is told of tokens and of lines.
 """
 
-import sys
 import time
 from abc import ABC, abstractmethod
 from typing import Self, TextIO
@@ -114,6 +113,6 @@ class BarProgress(RunProgress):
         self._bar.stop()
 
 
-def make_progress(num_lines: int, stream: TextIO = sys.stderr) -> RunProgress:
+def make_progress(num_lines: int, stream: TextIO) -> RunProgress:
     """Return what suits the stream."""
     return BarProgress(num_lines, stream) if stream.isatty() else PlainProgress(num_lines, stream)

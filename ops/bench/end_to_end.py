@@ -4,6 +4,7 @@ Owns which stacks are compared: with the compressor, and with prefill sealing it
 speculation as asked. A stack is started once for all its passes and warmed with texts that are not measured.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ async def _stack_passes(plan: Plan, stack: Stack, turns: Sequence[str], *, seal_
     passes: list[CasePass] = []
     for case in _cases(plan, seal_in_prefill=seal_in_prefill):
         asks = asks_of(measured, plan.model_name, plan.output_tokens, speculate=case.speculate)
-        with make_progress(len(asks)) as progress:
+        with make_progress(len(asks), sys.stderr) as progress:
             progress.note(str(case))
             one = await stack.watched(
                 run_pass(session, asks, plan.concurrency, progress.tokens, lambda _: progress.line(failed=False))

@@ -104,7 +104,7 @@ async def _run(model: str | None, number_of: dict[str, int], options: RunOptions
 
 async def _serve(settings: Settings, number_of: dict[str, int], options: RunOptions, output: OutputFile) -> RunReport:
     """Start a stack, send the file through it, and show the figures when it has stopped again."""
-    with options.source.open("rb") as file, make_progress(count_lines(options.source)) as progress:
+    with options.source.open("rb") as file, make_progress(count_lines(options.source), sys.stderr) as progress:
         progress.note("starting the stack")
         async with await choose_stack(settings, number_of, progress.note) as stack:
             progress.start()

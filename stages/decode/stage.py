@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import structlog
-from pipeline.leases import LeaseKeeper
 
-from pipeline import wire
 from pipeline.clock import now_us
-from pipeline.errors import WireError
+from pipeline.leases import LeaseKeeper
 from pipeline.messages import PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Outcome, Transaction, Transport
+from stages.common.intake import open_delivery
 from stages.decode.admission import Admission
 from stages.decode.request import DecodeRequest, key_of
 from stages.decode.stepper import step
@@ -72,11 +71,9 @@ class DecodeStage:
                 self._changed.notify_all()
 
     async def _admit(self, delivery: Delivery) -> None:
-        try:
-            message = wire.unpack(delivery.payload, PrefilledPrompt)
-        except WireError as error:
+        message = await open_delivery(self._transport, delivery, PrefilledPrompt)
+        if message is None:
             self._leases.drop(delivery)
-            await self._transport.dead_letter(delivery, str(error))
             return
         num_tokens = len(message.prompt_token_ids) + message.max_tokens
         cache = self._engine.cache

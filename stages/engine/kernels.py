@@ -3,7 +3,9 @@
 Every kernel treats each row alone and in a fixed order. Linear layers want rows whose largest magnitude is 1, so
 kernels that feed one divide by the row's maximum and hand the factor on as `scale`; kernels that consume a linear
 layer's output multiply by it first. What enters a linear layer is also rotated (rotation.py): a Hadamard transform
-inside blocks, left unscaled because the weights hold the factor, then a small matrix across blocks. Letters: R rows, H query heads, KV kv heads, D head_dim, F intermediate size.
+inside blocks, left unscaled because the weights hold the factor, then a small matrix across blocks.
+
+Letters: R rows, H query heads, KV kv heads, D head_dim, F intermediate size.
 """
 
 import numpy as np
@@ -44,7 +46,7 @@ def _add_row(residual, update, scale, n):
 
 @inlined
 def _mix(x, matrix, block, out):
-    """out[i] = sum over j of matrix[i, j] * x[j], j ascending, over blocks. Shapes: [n * block], [n, n], [n * block]."""
+    """out[i] = sum of matrix[i, j] * x[j], j ascending, i and j blocks. Shapes: [n * block], [n, n], [n * block]."""
     for i in range(len(matrix)):
         first = i * block
         for t in range(block):

@@ -9,7 +9,6 @@ import asyncio
 from dataclasses import dataclass
 
 import structlog
-from pipeline.leases import LeaseKeeper
 
 from kv_store.errors import PoolFull
 from kv_store.packing import paged_bytes
@@ -17,13 +16,14 @@ from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
 from pipeline.clock import now_us
-from pipeline.errors import WireError
 from pipeline.keys import PRIORITIES
+from pipeline.leases import LeaseKeeper
 from pipeline.messages import Failure, PrefilledPrompt, TokenizedPrompt
 from pipeline.transport import Delivery, Effect, Emit, Outcome, Plan, Transaction, Transport
 from stages.common import results
 from stages.common.chunking import chunks_of
 from stages.common.failures import fail
+from stages.common.intake import open_delivery
 from stages.common.kv_blobs import ChunkId
 from stages.common.output_text import OutputText
 from stages.common.sampling_spec import end_token_ids, sampling_spec
@@ -95,12 +95,10 @@ class PrefillStage:
         return sum(lengths) < self._limits.max_decode_queue and self._pool.free_bytes() > chunk
 
     async def _serve(self, delivery: Delivery) -> None:
-        try:
-            message = wire.unpack(delivery.payload, TokenizedPrompt)
-        except WireError as error:
-            await self._transport.dead_letter(delivery, str(error))
+        opened = await open_delivery(self._transport, delivery, TokenizedPrompt)
+        if opened is None:
             return
-        message = message.stamped("prefill_claimed", now_us())
+        message = opened.stamped("prefill_claimed", now_us())
         sequence = self._sequence(message)
         try:
             await self._compute(delivery, message, sequence)

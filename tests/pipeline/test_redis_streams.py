@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pipeline import redis_streams
+from pipeline.connect import open_transport
 from pipeline.errors import ServerRefused, ServerUnreachable, StateDamaged
 from pipeline.keys import LEASE_S, MAX_DEAD, RESULT_TTL_S, Keys
 from pipeline.redis_streams import RedisStreams
+from pipeline.settings import Settings
 from pipeline.transport import (
     Accepted,
     AddChunk,
@@ -31,6 +34,7 @@ from pipeline.transport import (
     TransportOptions,
 )
 from tests.pipeline.benches import BRIEF_LEASE_S, DEADLINE_S, POOL, RedisBench, take, take_one
+from tests.servers import running_valkey
 
 
 class ForgetfulRedis(Redis):
@@ -245,6 +249,35 @@ async def test_two_waiting_receivers_share_what_comes(redis_bench: RedisBench) -
         await a.admit(request_id, "interactive", request_id.encode())
     received = await asyncio.wait_for(asyncio.gather(*waiting), DEADLINE_S)
     assert sorted(d.payload for deliveries in received for d in deliveries) == [b"r", b"s"]
+
+
+# A server that comes back
+
+
+async def test_a_restarted_server_is_found_again_with_its_work(short_directory: Path) -> None:
+    with running_valkey(short_directory, appendonly="yes", appendfsync="always") as first:
+        transport = await open_transport(Settings(redis_url=first.url), consumer="a", pool_id=POOL)
+        delivery = await running(transport)
+        assert await transport.commit([transaction(delivery, Emit(b"a", 0, 1))]) == [Outcome.OK]
+        reading = asyncio.create_task(transport.read_results("r", 1, block_s=DEADLINE_S))
+        first.kill()
+        committing = asyncio.create_task(transport.commit([transaction(delivery, Emit(b"b", 1, 1))]))
+        receiving = asyncio.create_task(transport.receive("tokenizer", 1, block_s=DEADLINE_S))
+        with running_valkey(short_directory, appendonly="yes", appendfsync="always"):
+            assert await asyncio.wait_for(committing, DEADLINE_S) == [Outcome.OK]
+            assert [entry.offset for entry in await asyncio.wait_for(reading, DEADLINE_S)] == [2]
+            await transport.admit("s", "batch", b"new")
+            assert [d.payload for d in await asyncio.wait_for(receiving, DEADLINE_S)] == [b"new"]
+            assert await transport.renew([delivery]) == [True]
+            await transport.close()
+
+
+async def test_leaving_a_dead_server_does_not_wait_for_it(short_directory: Path) -> None:
+    with running_valkey(short_directory) as server:
+        transport = await open_transport(Settings(redis_url=server.url))
+        await transport.receive("tokenizer", 1, block_s=0)
+        server.kill()
+        await asyncio.wait_for(transport.close(), LEASE_S / 2)
 
 
 # What lies in which key

@@ -154,7 +154,7 @@ async def state_of(transport: Transport) -> object:
     return lengths, chunks
 
 
-@pytest.mark.parametrize("seed", range(150, 260))
+@pytest.mark.parametrize("seed", range(20))
 async def test_both_transports_take_the_same_steps(
     seed: int, redis_bench: RedisBench, raw_redis: Redis, valkey_url: str, namespace: str
 ) -> None:
