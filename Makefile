@@ -9,6 +9,8 @@ MODEL_FILE := $(SLUICE_HOME)/models/$(MODEL).gguf
 INPUT ?= examples/prompts.jsonl
 OUTPUT ?= results/results.jsonl
 export SLUICE_HOME
+# For the tests, which run kernels in their own process; stages get the same from the supervisor.
+export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run check format test prove clean

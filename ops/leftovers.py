@@ -58,7 +58,7 @@ class Leftovers:
         """
         for process in processes:
             host, pid = host_and_pid(process)
-            if host == socket.gethostname() and not _is_alive(pid):
+            if host == socket.gethostname() and pid is not None and not _is_alive(pid):
                 await self._redis.delete(self._keys.process(process.stage, process.consumer))
 
     async def forget(self, request_ids: Collection[str]) -> None:
@@ -109,10 +109,10 @@ class Leftovers:
         return len(doomed)
 
 
-def host_and_pid(process: Process) -> tuple[str, int]:
-    """Return where a registered process runs; its consumer's name is host:pid:random."""
-    host, pid, _ = process.consumer.rsplit(":", 2)
-    return host, int(pid)
+def host_and_pid(process: Process) -> tuple[str, int | None]:
+    """Return where a registered process runs; its consumer's name is host:pid:random, unless it chose one."""
+    name = process.consumer.rsplit(":", 2)
+    return name[0], int(name[1]) if len(name) == 3 and name[1].isdigit() else None
 
 
 def _is_alive(pid: int) -> bool:

@@ -29,6 +29,7 @@ from pipeline.errors import SluiceError
 from pipeline.keys import POOLED_STAGES, STAGES
 from pipeline.settings import PREFIX, Settings
 from pipeline.transport import Transport
+from stages.engine.kernel_cache import kernel_cache
 from stages.gguf.model_files import check_gguf, resolve
 
 GRACE_S = 15.0  # an engine step and a lease, which is as long as handing work back may take
@@ -77,7 +78,6 @@ class Stack(Serving):
 
     async def _start(self, starting: AsyncExitStack) -> None:
         check_gguf(resolve(self.settings.model, self.settings.home))
-        lines = read_procfile(self._procfile)
         self.settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.settings.redis_url is None:
             await self._start_server(starting)
@@ -89,22 +89,18 @@ class Stack(Serving):
         starting.push_async_callback(leftovers.close)
         starting.push_async_callback(self._clear_up, share, leftovers)
         await leftovers.drop_dead_processes(await transport.processes())
-        self.supervisor = Supervisor(
-            lines,
-            self._replicas,
-            Surroundings(
-                stage_environment(self.settings),
-                self._procfile.parent,
-                self.settings.home / "logs",
-                self._echo,
-            ),
-            lambda: _local_pids(transport),
-            self._policy,
-        )
+        self.supervisor = self._plan_stages(transport)
         starting.push_async_callback(self.supervisor.stop, GRACE_S)
         await self.supervisor.start()
         starting.push_async_callback(self._forget_unfinished, leftovers)
         await self.watched(self.supervisor.wait_ready())
+
+    def _plan_stages(self, transport: Transport) -> Supervisor:
+        around = Surroundings(
+            stage_environment(self.settings), self._procfile.parent, self.settings.home / "logs", self._echo
+        )
+        lines = read_procfile(self._procfile)
+        return Supervisor(lines, self._replicas, around, lambda: _local_pids(transport), self._policy)
 
     async def _start_server(self, starting: AsyncExitStack) -> None:
         self._valkey = EmbeddedValkey(self.settings.home)
@@ -138,7 +134,7 @@ def stage_environment(settings: Settings) -> dict[str, str]:
     """Return the environment of a stage: this process's, with exactly these settings."""
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
     kept |= settings.environment()
-    kept["NUMBA_CACHE_DIR"] = str(settings.home / "cache" / "numba")
+    kept["NUMBA_CACHE_DIR"] = str(kernel_cache(settings.home))
     kept["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads of one stage must not spin on another one's core
     kept["PYTHONUNBUFFERED"] = "1"
     return kept
@@ -147,7 +143,7 @@ def stage_environment(settings: Settings) -> dict[str, str]:
 async def _local_pids(transport: Transport) -> Set[int]:
     """Return the processes of this host that are registered."""
     places = [host_and_pid(process) for process in await transport.processes()]
-    return {pid for host, pid in places if host == socket.gethostname()}
+    return {pid for host, pid in places if host == socket.gethostname() and pid is not None}
 
 
 async def _first(watchers: list[Awaitable[SluiceError]]) -> SluiceError:

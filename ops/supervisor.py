@@ -14,10 +14,10 @@ handshake) does not go away by itself. Later deaths are crashes, and crashes are
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import structlog
 
@@ -153,8 +153,8 @@ class Supervisor:
         for slot in self._slots:
             slot.log.path.parent.mkdir(parents=True, exist_ok=True)
             await self._spawn(slot)
-            self._tasks.append(asyncio.create_task(self._keep_running(slot), name=f"keep {slot.name}"))
-        self._tasks.append(asyncio.create_task(self._watch_ready(), name="watch readiness"))
+            self._own(self._keep_running(slot))
+        self._own(self._watch_ready())
 
     async def wait_ready(self) -> None:
         """Return when all processes are ready.
@@ -207,6 +207,17 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Pass an unforeseen error on to whoever waits, who would wait in vain."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
 
     async def _keep_running(self, slot: _Slot) -> None:
         while slot.process is not None:

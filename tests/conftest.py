@@ -1,5 +1,6 @@
 """Fixtures for every test: one real server per session, and a namespace of its own for each test."""
 
+import os
 import secrets
 import shutil
 import tempfile
@@ -10,7 +11,12 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
+from stages.engine.kernel_cache import kernel_cache
 from tests.servers import running_valkey
+
+# Before any test imports numba, which reads it once: the kernels that `make setup` compiled for this home.
+HOME = Path(os.environ.get("SLUICE_HOME", "~/.sluice")).expanduser()
+os.environ.setdefault("NUMBA_CACHE_DIR", str(kernel_cache(HOME)))
 
 
 @pytest.fixture(scope="session", autouse=True)

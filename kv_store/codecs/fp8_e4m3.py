@@ -48,7 +48,7 @@ class Fp8E4m3:
 
     def decode(self, codes: Codes, scales: Scales) -> Rows:
         """Exact: a code has four significant bits and the scale is a power of two."""
-        return _VALUE_OF_CODE[codes.astype(np.uint8)] * scales[..., None]
+        return VALUE_OF_CODE[codes.astype(np.uint8)] * scales[..., None]
 
     def pack_scales(self, scales: Scales) -> NDArray[np.generic]:
         """The biased exponent, as in OCP e8m0."""
@@ -67,4 +67,5 @@ def _value_of_code() -> NDArray[np.float32]:
     return np.where(code & 0x80, -value, value).astype(np.float32)
 
 
-_VALUE_OF_CODE = _value_of_code()
+VALUE_OF_CODE = _value_of_code()
+"""What each of the 256 codes stands for at scale 1, in fp32; NaN where there is none."""

@@ -6,10 +6,12 @@ Owns blob names and headers. Knows nothing about streams; every call blocks on m
 import hashlib
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kv_store.blob import BlobHeader, BlobKind, BlobMeta, Compression
 from kv_store.codecs.base import Codec
+from kv_store.errors import KvStoreError
 from kv_store.layout import KvLayout
 from kv_store.packing import PageArrays, pack, unpack
 from kv_store.pool import FilePool
@@ -88,7 +90,24 @@ class KvFormat:
         )
 
 
+def release_all(pool: FilePool, request_id: str, attempt: int) -> int:
+    """Release every blob of an attempt that nobody will read any more, and return how many there were.
+
+    Names say whose a blob is, so this finds also what a process wrote and did not live to make known, and what a
+    finished request's dropped references named.
+    """
+    owner, num_released = _owner(request_id, attempt), 0
+    with suppress(KvStoreError):  # what cannot be removed now is swept when the stack ends
+        for name in pool.names():
+            num_released += owner in name and pool.release(name)
+    return num_released
+
+
 def _name(kind: str, chunk: ChunkId) -> str:
-    """A name nobody else uses: ids may hold any character, so their digest stands for them."""
-    request = hashlib.sha256(chunk.request_id.encode()).hexdigest()[:20]
-    return f"{kind}_{request}_{chunk.attempt}_{chunk.index}_{secrets.token_hex(4)}"
+    """A name nobody else uses."""
+    return f"{kind}{_owner(chunk.request_id, chunk.attempt)}{chunk.index}_{secrets.token_hex(4)}"
+
+
+def _owner(request_id: str, attempt: int) -> str:
+    """The part of a name that says whose it is: ids may hold any character, so their digest stands for them."""
+    return f"_{hashlib.sha256(request_id.encode()).hexdigest()[:20]}_{attempt}_"

@@ -69,9 +69,16 @@ def run_stage(stage: str, serve: Callable[[Settings], Awaitable[None]]) -> None:
         settings = load_settings()
         configure_logs(stage, settings.log_level)
         asyncio.run(_as_coroutine(serve, settings))
-    except _EXPLAINED as error:
+    except* _EXPLAINED as group:  # plain, or as a task group wraps it
+        error = _first_of(group)
         structlog.get_logger(stage).error("stage_failed", reason=str(error), code=type(error).__name__)
         sys.exit(1)
+
+
+def _first_of(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _as_coroutine(serve: Callable[[Settings], Awaitable[None]], settings: Settings) -> None:

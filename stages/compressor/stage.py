@@ -20,7 +20,7 @@ from pipeline import wire
 from pipeline.clock import now_us
 from pipeline.messages import RawChunk, SealedChunk
 from pipeline.transport import AddChunk, Delivery, Outcome, Transaction
-from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat
+from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat, release_all
 
 log = structlog.get_logger("compressor")
 
@@ -65,6 +65,8 @@ class CompressorStage:
         for ref in unused:
             with suppress(KvStoreError):  # a blob that cannot be removed is the sweeper's
                 await asyncio.to_thread(self._pool.release, ref.name)
+        if outcome is Outcome.GONE:  # chunks that were sealed before have lost their reader
+            await asyncio.to_thread(release_all, self._pool, raw.request_id, raw.attempt)
 
     def _seal(self, raw: RawChunk) -> BlobRef:
         with self._pool.read(raw.ref) as (header, payload):

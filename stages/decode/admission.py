@@ -6,7 +6,6 @@ it is counted. A request that somebody else began is continued after the last to
 
 import asyncio
 from collections.abc import Sequence as Tokens
-from contextlib import suppress
 
 import structlog
 
@@ -15,10 +14,13 @@ from kv_store.packing import PayloadSizeError
 from kv_store.pool import FilePool
 from pipeline import wire
 from pipeline.clock import now_us
-from pipeline.messages import Delta, PrefilledPrompt, SealedChunk, Stamp
-from pipeline.transport import Delivery, Transport
+from pipeline.errors import UnknownRequest
+from pipeline.messages import Delta, Failure, PrefilledPrompt, SealedChunk, Stamp
+from pipeline.transport import Delivery, Effect, Outcome, Transaction, Transport
 from stages.common.chunking import chunks_of
-from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat
+from stages.common.failures import fail
+from stages.common.intake import open_delivery
+from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat, release_all
 from stages.common.output_text import OutputText
 from stages.common.sampling_spec import end_token_ids, sampling_spec
 from stages.decode.request import DecodeRequest
@@ -44,6 +46,26 @@ class Admission:
         self._pool = pool
         self._tokenizer = tokenizer
         self._format = KvFormat(engine.config.kv_layout, engine.codec, engine.fingerprint.digest())
+
+    async def open(self, delivery: Delivery) -> PrefilledPrompt | None:
+        """The message of a delivery that can be admitted as soon as there are pages; any other ends here."""
+        message = await open_delivery(self._transport, self._pool, delivery, PrefilledPrompt)
+        if message is None:
+            return None
+        effects: tuple[Effect, ...] = ()
+        wanted = pages_for(len(message.prompt_token_ids) + message.max_tokens)
+        if wanted > self._engine.cache.num_pages:  # it would wait for ever, and everybody else behind it
+            problem = f"needs {wanted} pages of KV cache, and a decode process has {self._engine.cache.num_pages}"
+            failure = Failure(stage="decode", code="kv_cache_too_small", message=problem, retryable=False)
+            effects = (fail(failure, message.stamps),)
+        # Without effects it only asks whether the request is still open, and ours.
+        transaction = Transaction(delivery, message.request_id, message.attempt, effects, ack=bool(effects))
+        [outcome] = await self._transport.commit([transaction])
+        if outcome is Outcome.OK and not effects:
+            return message
+        if outcome in (Outcome.OK, Outcome.GONE):
+            await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
+        return None
 
     async def admit(self, delivery: Delivery, message: PrefilledPrompt, pages: list[int]) -> DecodeRequest:
         """Load a request into `pages`, which it owns from now on."""
@@ -75,7 +97,10 @@ class Admission:
         """Tokens that readers can already see."""
         token_ids: list[int] = []
         while True:
-            entries = await self._transport.read_results(message.request_id, len(token_ids), 0)
+            try:
+                entries = await self._transport.read_results(message.request_id, len(token_ids), 0)
+            except UnknownRequest:  # taken back a moment ago; the next commit is told
+                return token_ids
             deltas = [wire.unpack(entry.data, Delta) for entry in entries if entry.offset is not None]
             if not deltas:
                 return token_ids
@@ -101,9 +126,8 @@ class Admission:
             sealed = wire.unpack(stored[chunk.index], SealedChunk)
             stamps.extend(sealed.stamps)
             usable = usable and await self._load_chunk(sequence, chunk, sealed)
-            # The chunk is in the pages or will be computed: either way nobody needs the blob any more.
-            with suppress(KvStoreError):
-                await asyncio.to_thread(self._pool.release, sealed.ref.name)
+        # The chunks are in the pages or will be computed: either way nobody needs the blobs any more.
+        await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
         await self._compute_rest(sequence, message.chunk_tokens)
         return tuple(stamps)
 

@@ -13,9 +13,8 @@ import structlog
 
 from pipeline.clock import now_us
 from pipeline.leases import LeaseKeeper
-from pipeline.messages import PrefilledPrompt, Stamp
+from pipeline.messages import Stamp
 from pipeline.transport import Delivery, Outcome, Transaction, Transport
-from stages.common.intake import open_delivery
 from stages.decode.admission import Admission
 from stages.decode.request import DecodeRequest, key_of
 from stages.decode.stepper import step
@@ -71,7 +70,7 @@ class DecodeStage:
                 self._changed.notify_all()
 
     async def _admit(self, delivery: Delivery) -> None:
-        message = await open_delivery(self._transport, delivery, PrefilledPrompt)
+        message = await self._admission.open(delivery)
         if message is None:
             self._leases.drop(delivery)
             return

@@ -27,17 +27,36 @@ def _scores(query, keys, size, out):
     """out[t] = sum over d of query[d] * keys[d, t], d ascending. Shapes: [D], [D, 64], [64]."""
     for t in range(_PAGE):
         out[t] = _ZERO
-    for d in range(size):
-        q = query[d]
-        row = keys[d]
+    # Eight terms per pass over `out`: the same sum in the same order, with an eighth of its loads and stores.
+    for d in range(0, size, 8):
+        q0, q1, q2, q3 = query[d], query[d + 1], query[d + 2], query[d + 3]
+        q4, q5, q6, q7 = query[d + 4], query[d + 5], query[d + 6], query[d + 7]
+        k0, k1, k2, k3 = keys[d], keys[d + 1], keys[d + 2], keys[d + 3]
+        k4, k5, k6, k7 = keys[d + 4], keys[d + 5], keys[d + 6], keys[d + 7]
         for t in range(_PAGE):
-            out[t] += q * row[t]
+            s = out[t] + q0 * k0[t]
+            s = s + q1 * k1[t]
+            s = s + q2 * k2[t]
+            s = s + q3 * k3[t]
+            s = s + q4 * k4[t]
+            s = s + q5 * k5[t]
+            s = s + q6 * k6[t]
+            out[t] = s + q7 * k7[t]
 
 
 @inlined
 def _accumulate(weights, values, n, size, out):
     """out[d] += sum over t < n of weights[t] * values[t, d], t ascending. Shapes: [64], [64, D], [D]."""
-    for t in range(n):
+    whole = n - n % 4
+    for t in range(0, whole, 4):  # as in _scores
+        w0, w1, w2, w3 = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
+        v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
+        for d in range(size):
+            s = out[d] + w0 * v0[d]
+            s = s + w1 * v1[d]
+            s = s + w2 * v2[d]
+            out[d] = s + w3 * v3[d]
+    for t in range(whole, n):
         w = weights[t]
         row = values[t]
         for d in range(size):
@@ -74,10 +93,9 @@ def _attend_page(query, keys, key_scales, values, value_scales, n, size, state, 
 
 @inlined
 def _unpack_page(keys, values, size, key_rows, value_rows):
-    for d in range(size):
-        load_codes(keys[d], _PAGE, key_rows[d])
-    for t in range(_PAGE):
-        load_codes(values[t], size, value_rows[t])
+    count = size * _PAGE
+    load_codes(keys.reshape(count), count, key_rows.reshape(count))
+    load_codes(values.reshape(count), count, value_rows.reshape(count))
 
 
 @compiled_parallel

@@ -91,8 +91,8 @@ class ModelConfig:
     def _check_shape(self, fields: "_Fields") -> None:
         if self.num_heads % self.num_kv_heads:
             raise fields.unsupported(f"{self.num_heads} query heads do not divide over {self.num_kv_heads} kv heads")
-        if self.head_dim < 2 or self.head_dim & (self.head_dim - 1):
-            raise fields.unsupported(f"head_dim is {self.head_dim}; the kernels need a power of two")
+        if self.head_dim < 8 or self.head_dim & (self.head_dim - 1):
+            raise fields.unsupported(f"head_dim is {self.head_dim}; the kernels need a power of two from 8 on")
 
     def _check_rotation(self, fields: "_Fields") -> None:
         if fields.count("rope.dimension_count", self.head_dim) != self.head_dim:

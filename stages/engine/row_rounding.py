@@ -8,6 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from kv_store.codecs.fp8_e4m3 import VALUE_OF_CODE
 from stages.engine.arithmetic import inlined
 
 _FP8_LARGEST_MANTISSA = np.int32(0x600000)  # 448 = 1.75 * 2^8: the mantissa bits of 1.75
@@ -96,13 +97,9 @@ def _load_codes(codes, n, out):
 
 
 def _load_fp8(codes, n, out):
-    # A code is an integer times 2^-9: (8 + mantissa) << (exponent - 1), or the mantissa alone when the exponent is 0.
+    # A table of 256 numbers stays in the first-level cache and beats taking codes apart, with and without AVX-512.
     for i in range(n):
-        c = np.int32(codes[i])
-        exponent = np.int32((c >> 3) & 15)
-        magnitude = np.int32((c & 7) + (8 if exponent > 0 else 0)) << np.int32(max(exponent - 1, 0))
-        value = np.float32(np.int32(magnitude)) * np.float32(2.0**-9)
-        out[i] = -value if c > 127 else value
+        out[i] = VALUE_OF_CODE[codes[i]]
 
 
 def _load_plain(codes, n, out):

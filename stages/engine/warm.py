@@ -1,7 +1,7 @@
 """Prepares a home for its first stack: `python -m stages.engine.warm MODEL WEIGHT_CACHE`.
 
 Folds the weights into the cache and compiles every kernel once, so that no request waits for either. The compiled
-code lands in numba's cache directory (NUMBA_CACHE_DIR), which all processes of a home share.
+code lands in numba's cache directory (kernel_cache.py), which all processes of a home share.
 """
 
 import sys

@@ -25,6 +25,13 @@ async def serve(settings: Settings) -> None:
         Engine(model_path, settings.kv_codec, num_pages, settings.engine_threads, settings.weight_cache) as engine,
         FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool,
     ):
+        handover = Handover(
+            engine,
+            pool,
+            chunk_tokens=settings.chunk_tokens,
+            seal=settings.seal_in_prefill,
+            compression="zstd" if settings.zstd_kv else "none",
+        )
         async with stage_process("prefill", settings, engine.fingerprint.parts(), pool.pool_id) as process:
             stage = PrefillStage(
                 process.transport,
@@ -32,12 +39,7 @@ async def serve(settings: Settings) -> None:
                 engine,
                 pool,
                 Tokenizer(Vocabulary.from_gguf(model_path)),
-                Handover(
-                    engine,
-                    pool,
-                    seal=settings.seal_in_prefill,
-                    compression="zstd" if settings.zstd_kv else "none",
-                ),
+                handover,
                 PrefillLimits(settings.chunk_tokens, settings.max_decode_queue),
             )
             await stage.run(process.stopping)

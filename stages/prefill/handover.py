@@ -6,9 +6,9 @@ pool is waited for. Knows nothing about how chunks are computed.
 
 import asyncio
 
-from kv_store.blob import Compression
-from kv_store.errors import PoolFull
-from kv_store.packing import PageArrays
+from kv_store.blob import HEADER_BYTES, Compression
+from kv_store.errors import InvalidValue, PoolFull
+from kv_store.packing import PageArrays, packed_bytes, paged_bytes
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
@@ -28,8 +28,23 @@ _POOL_POLL_S = 0.02
 class Handover:
     """Writes chunks; one per process."""
 
-    def __init__(self, engine: Engine, pool: FilePool, *, seal: bool, compression: Compression) -> None:
-        """Choose the way: `seal` writes sealed blobs without the compressor's hop."""
+    def __init__(
+        self, engine: Engine, pool: FilePool, *, chunk_tokens: int, seal: bool, compression: Compression
+    ) -> None:
+        """Choose the way: `seal` writes sealed blobs without the compressor's hop.
+
+        Raises:
+            InvalidValue: The pool's quota has no room for a chunk of chunk_tokens, so that no prompt could ever pass.
+        """
+        layout, codec = engine.config.kv_layout, engine.codec
+        # The compressor writes the sealed blob before it frees the raw one. It must find room for it even when the
+        # pool is full of raw blobs, because then its work is the only one that can make any.
+        sealed_bytes = HEADER_BYTES + packed_bytes(layout, codec, chunk_tokens)
+        self.room_bytes = sealed_bytes if seal else sealed_bytes + HEADER_BYTES + paged_bytes(layout, codec, chunk_tokens)
+        if pool.quota_bytes < self.room_bytes:
+            raise InvalidValue(
+                "kv_pool_bytes", pool.quota_bytes, f"at least {self.room_bytes} for chunks of {chunk_tokens} tokens"
+            )
         self._engine = engine
         self._pool = pool
         self._seal = seal
@@ -73,12 +88,16 @@ class Handover:
         deadline = asyncio.get_running_loop().time() + POOL_WAIT_S
         while True:
             try:
-                if self._seal:
-                    return await asyncio.to_thread(
-                        self.format.write_sealed, self._pool, chunk, pages, self._compression
-                    )
-                return await asyncio.to_thread(self.format.write_raw, self._pool, chunk, pages)
+                return await asyncio.to_thread(self._write_now, chunk, pages)
             except PoolFull:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(_POOL_POLL_S)
+
+    def _write_now(self, chunk: ChunkId, pages: list[PageArrays]) -> BlobRef:
+        if self._seal:
+            return self.format.write_sealed(self._pool, chunk, pages, self._compression)
+        free_bytes = self._pool.free_bytes()
+        if free_bytes < self.room_bytes:
+            raise PoolFull(self.room_bytes, free_bytes, self._pool.quota_bytes)
+        return self.format.write_raw(self._pool, chunk, pages)

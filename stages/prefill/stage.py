@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import structlog
 
 from kv_store.errors import PoolFull
-from kv_store.packing import paged_bytes
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
@@ -19,12 +18,12 @@ from pipeline.clock import now_us
 from pipeline.keys import PRIORITIES
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import Failure, PrefilledPrompt, TokenizedPrompt
-from pipeline.transport import Delivery, Effect, Emit, Outcome, Plan, Transaction, Transport
+from pipeline.transport import Delivery, Effect, Emit, Finish, Outcome, Plan, Transaction, Transport
 from stages.common import results
 from stages.common.chunking import chunks_of
 from stages.common.failures import fail
 from stages.common.intake import open_delivery
-from stages.common.kv_blobs import ChunkId
+from stages.common.kv_blobs import ChunkId, release_all
 from stages.common.output_text import OutputText
 from stages.common.sampling_spec import end_token_ids, sampling_spec
 from stages.engine import stepping
@@ -89,13 +88,13 @@ class PrefillStage:
                     self._leases.drop(delivery)
 
     async def _has_room(self) -> bool:
-        """Whether decode has caught up and the pool could take another prompt of the longest kind in flight."""
+        """Whether decode has caught up and the pool could take another chunk."""
         lengths = [await self._transport.queue_length("decode", priority) for priority in PRIORITIES]
-        chunk = paged_bytes(self._engine.config.kv_layout, self._engine.codec, self._limits.chunk_tokens)
-        return sum(lengths) < self._limits.max_decode_queue and self._pool.free_bytes() > chunk
+        room = self._pool.free_bytes() >= self._handover.room_bytes
+        return room and sum(lengths) < self._limits.max_decode_queue
 
     async def _serve(self, delivery: Delivery) -> None:
-        opened = await open_delivery(self._transport, delivery, TokenizedPrompt)
+        opened = await open_delivery(self._transport, self._pool, delivery, TokenizedPrompt)
         if opened is None:
             return
         message = opened.stamped("prefill_claimed", now_us())
@@ -139,7 +138,8 @@ class PrefillStage:
                         chunk.num_tokens,
                     )
                     self._leases.progressed()
-                    handovers.create_task(self._publish(delivery, message, sequence, chunk))
+                    if message.max_tokens > 1:  # else it ends here, and nobody will read its KV
+                        handovers.create_task(self._publish(delivery, message, sequence, chunk))
                 token, text, reason = await self._engine.compute(self._last_chunk, message, sequence, last)
                 self._leases.progressed()
         except* LostRequestError as lost:
@@ -212,6 +212,9 @@ class PrefillStage:
         [outcome] = await self._transport.commit([transaction])
         if outcome is not Outcome.OK and ref is not None:
             await self._handover.discard(ref)
+        finished = outcome is Outcome.OK and any(isinstance(effect, Finish) for effect in effects)
+        if finished or outcome is Outcome.GONE:  # chunks that were sealed already have lost their reader
+            await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
         if outcome not in _KEPT:
             raise LostRequestError(outcome)
 

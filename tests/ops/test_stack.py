@@ -21,6 +21,7 @@ from pipeline.errors import InvalidRequest, UnknownRequest
 from pipeline.keys import STAGES
 from pipeline.params import SamplingParams
 from pipeline.settings import Settings
+from stages.engine.kernel_cache import kernel_cache
 from stages.gguf.model_files import ModelFileError
 from tests.ops.answering import CRASH_WORD, HANG_WORD
 from tests.ops.waiting import wait_for_end
@@ -226,5 +227,5 @@ def test_stages_get_exactly_these_settings(stack_settings: Settings, monkeypatch
     environment = stage_environment(stack_settings)
     assert environment["SLUICE_MODEL"] == stack_settings.model
     assert environment["SLUICE_ZSTD_KV"] == str(stack_settings.zstd_kv)
-    assert environment["NUMBA_CACHE_DIR"] == f"{stack_settings.home}/cache/numba"
+    assert environment["NUMBA_CACHE_DIR"] == str(kernel_cache(stack_settings.home))
     assert environment["PATH"] == os.environ["PATH"]

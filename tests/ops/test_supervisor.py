@@ -181,6 +181,18 @@ async def test_unknown_readiness_is_not_a_death(tmp_path: Path) -> None:
     assert num_asked >= 3
 
 
+async def test_error_that_nobody_foresaw_ends_the_wait(tmp_path: Path) -> None:
+    supervisor = make_supervisor(tmp_path, ["a: steady"])
+
+    async def broken() -> Set[int]:
+        raise ZeroDivisionError
+
+    supervisor._list_ready = broken
+    async with started(supervisor):
+        with pytest.raises(ZeroDivisionError):
+            await ready(supervisor)
+
+
 async def test_processes_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     supervisor = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SUPERVISOR, str(tmp_path), stderr=asyncio.subprocess.PIPE

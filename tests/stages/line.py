@@ -6,16 +6,18 @@ order must have given back all its pages; one that is killed just stops, as afte
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from kv_store.blob import Compression
-from kv_store.codecs.registry import codec_named
+from kv_store.blob import HEADER_BYTES, BlobKind, BlobMeta, Compression
+from kv_store.layout import KvLayout
 from kv_store.pool import FilePool
+from kv_store.ref import BlobRef
 from pipeline import wire
 from pipeline.batch_results import Completion, outcome_of
 from pipeline.clock import monotonic_s
@@ -29,7 +31,9 @@ from pipeline.worker import run_worker
 from stages.compressor.stage import CompressorStage
 from stages.decode.admission import Admission
 from stages.decode.stage import DecodeStage
+from stages.engine.config import ModelConfig
 from stages.engine.engine import Engine
+from stages.gguf.file import GgufFile
 from stages.prefill.handover import Handover
 from stages.prefill.stage import PrefillLimits, PrefillStage
 from stages.text.tokenizer import Tokenizer
@@ -39,6 +43,8 @@ LEASE_S = 10.0
 NUM_PAGES = 16
 DEADLINE_S = 20.0  # for what takes milliseconds, on a machine that may be busy
 POLL_S = 0.005
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,7 @@ class Line:
 
     model_path: Path
     weight_cache: Path
+    pool_directory: Path
     pool: FilePool
     tokenizer: Tokenizer
     codec: str = "fp8_e4m3"
@@ -236,7 +243,13 @@ class Line:
         self, transport: WatchedTransport, leases: LeaseKeeper, engine: Engine | None, stopping: asyncio.Event
     ) -> None:
         assert engine is not None
-        handover = Handover(engine, self.pool, seal=self.seal_in_prefill, compression=self.compression)
+        handover = Handover(
+            engine,
+            self.pool,
+            chunk_tokens=CHUNK_TOKENS,
+            seal=self.seal_in_prefill,
+            compression=self.compression,
+        )
         limits = PrefillLimits(CHUNK_TOKENS, self.max_decode_queue)
         stage = PrefillStage(transport, leases, engine, self.pool, self.tokenizer, handover, limits)
         await stage.run(stopping)
@@ -244,8 +257,8 @@ class Line:
     async def _compressor(
         self, transport: WatchedTransport, leases: LeaseKeeper, _: Engine | None, stopping: asyncio.Event
     ) -> None:
-        layout = self.layout
-        await run_worker(CompressorStage(self.pool, layout, self.compression), transport, leases, stopping)
+        stage = CompressorStage(self.pool, self.layout, self.compression)
+        await run_worker(stage, transport, leases, stopping)
 
     async def _decode(
         self, transport: WatchedTransport, leases: LeaseKeeper, engine: Engine | None, stopping: asyncio.Event
@@ -258,9 +271,22 @@ class Line:
         await stage.run(stopping)
 
     @property
-    def layout(self):
-        with self.engine(1) as engine:
-            return engine.config.kv_layout
+    def layout(self) -> KvLayout:
+        with GgufFile.open(self.model_path) as file:
+            return ModelConfig.from_gguf(file).kv_layout
+
+    def fill_pool(self, left_bytes: int = 0) -> BlobRef:
+        """Leave only so much room in the pool, with one large blob."""
+        meta = BlobMeta(
+            kind=BlobKind.PAGED,
+            codec_id=1,
+            fingerprint=bytes(32),
+            content_address=bytes(32),
+            start_token=0,
+            num_tokens=1,
+            attempt=0,
+        )
+        return self.pool.write("kv_ballast", meta, [bytes(self.pool.free_bytes() - HEADER_BYTES - left_bytes)])
 
     def num_entries(self, stage: str) -> int:
         return sum(self.queues.broker.length(stage, priority, self.pool.pool_id) for priority in PRIORITIES)
@@ -276,7 +302,7 @@ class Line:
         assert self.pool.names() == []
 
 
-async def soon(awaitable):
+async def soon(awaitable: Awaitable[T]) -> T:
     """Await something that is due at once."""
     return await asyncio.wait_for(awaitable, DEADLINE_S)
 
@@ -288,5 +314,3 @@ async def holds(condition: Callable[[], bool]) -> None:
         assert monotonic_s() < deadline, "it did not come to hold"
         await asyncio.sleep(POLL_S)
 
-
-__all__ = ["codec_named"]

@@ -1,0 +1,202 @@
+"""Prefill: prompts in chunks, token 0, and what is handed to whom."""
+
+import pytest
+
+from kv_store.blob import BlobKind
+from kv_store.packing import pack, pages_of
+from pipeline import wire
+from pipeline.messages import PrefilledPrompt, RawChunk
+from pipeline.transport import Emit, Finish, Outcome, Plan, Publish, Transaction
+from stages.prefill import handover
+from tests.stages.alone import packed_alone, prompt_of, result_alone
+from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
+
+LENGTHS = [1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS + 1]
+ALL = ("prefill", "compressor", "decode")
+
+
+def raw_chunks(line: Line) -> list[RawChunk]:
+    """What prefill has put in front of the compressor, oldest first."""
+    streams = line.queues.broker.streams
+    return [
+        wire.unpack(entry.payload, RawChunk)
+        for name, entries in streams.items()
+        if ":compressor:" in name
+        for entry in entries.values()
+    ]
+
+
+def plan_of(line: Line, request_id: str) -> Plan | None:
+    request = line.queues.broker.request(request_id)
+    assert request is not None
+    return request.plan
+
+
+def publishes(transaction: Transaction) -> bool:
+    return any(isinstance(effect, Publish) for effect in transaction.effects)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+async def test_chunks_come_in_order_and_hold_what_one_pass_over_the_prompt_computes(
+    line: Line, num_tokens: int
+) -> None:
+    prompt = prompt_of(num_tokens)
+    await line.submit("r", prompt, 4)
+    async with line.process("prefill") as prefill:
+        await holds(lambda: plan_of(line, "r") is not None)
+        engine = prefill.engine
+    assert engine is not None
+    starts = list(range(0, num_tokens, CHUNK_TOKENS))
+    chunks = raw_chunks(line)
+    assert [(chunk.chunk_index, chunk.start_token) for chunk in chunks] == list(enumerate(starts))
+    for chunk in chunks:
+        with line.pool.read(chunk.ref) as (header, payload):
+            length = header.num_tokens
+            pages = pages_of(payload, engine.config.kv_layout, engine.codec, length)
+            packed = pack(pages, engine.config.kv_layout, engine.codec, length)
+        assert header.kind is BlobKind.PAGED
+        assert length == min(CHUNK_TOKENS, num_tokens - chunk.start_token)
+        assert packed == packed_alone(line, prompt, chunk.start_token, length)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+async def test_a_prompt_of_any_length_gives_what_it_gives_without_chunks(line: Line, num_tokens: int) -> None:
+    message = await line.submit("r", prompt_of(num_tokens), 6, temperature=0.8, logprobs=2)
+    async with line.running(*ALL):
+        answer = await line.answer("r")
+    assert answer.result == result_alone(line, message)
+    line.assert_nothing_left()
+
+
+async def test_token_0_comes_once_with_the_plan(line: Line) -> None:
+    prompt = prompt_of(CHUNK_TOKENS + 1)
+    message = await line.submit("r", prompt, 5, speculate=False)
+    async with line.process("prefill") as prefill:
+        await holds(lambda: line.num_entries("prefill") == 0)
+    emitting = [
+        transaction
+        for transaction, _ in prefill.transport.committed
+        if any(isinstance(effect, Emit) for effect in transaction.effects)
+    ]
+    assert [[type(effect) for effect in transaction.effects] for transaction in emitting] == [[Emit, Publish, Plan]]
+    plan = plan_of(line, "r")
+    assert plan is not None
+    assert plan.num_chunks == 2
+    handed_on = wire.unpack(plan.payload, PrefilledPrompt)
+    token_ids = result_alone(line, message)[0]
+    assert isinstance(token_ids, tuple)
+    assert handed_on.first_token_id == token_ids[0]
+    assert (handed_on.num_chunks, handed_on.chunk_tokens, handed_on.speculate) == (2, CHUNK_TOKENS, False)
+    assert (handed_on.prompt_token_ids, handed_on.max_tokens) == (tuple(prompt), 5)
+
+
+@pytest.mark.parametrize("why", ["max_tokens", "eos", "stop"])
+async def test_a_request_that_ends_with_token_0_never_reaches_decode_and_leaves_no_blob(line: Line, why: str) -> None:
+    prompt = prompt_of(2 * CHUNK_TOKENS + 1)
+    first = result_alone(line, await line.submit("probe", prompt, 1))[0]
+    assert isinstance(first, tuple)
+    line.queues.broker.streams.clear()
+    stop = []
+    if why == "eos":
+        line.end_text_with(first[0])
+    if why == "stop":
+        stop = [line.tokenizer.decode(first)]
+    await line.submit("r", prompt, 1 if why == "max_tokens" else 8, stop=stop)
+    line.queues.broker.requests()["probe"].expires_at = 0
+    async with line.running("prefill", "compressor"):
+        answer = await line.answer("r")
+        await holds(lambda: line.num_entries("compressor") == 0)
+    assert answer.completion.token_ids == first
+    assert answer.completion.finish_reason == ("length" if why == "max_tokens" else "stop")
+    assert answer.completion.text == ("" if why == "stop" else line.tokenizer.decode(first))
+    line.assert_nothing_left()
+
+
+async def test_the_last_chunk_of_a_request_that_ends_with_token_0_is_not_sent(line: Line) -> None:
+    await line.submit("r", prompt_of(CHUNK_TOKENS), 1)
+    async with line.process("prefill") as prefill:
+        await line.answer("r")
+    assert [[type(e) for e in t.effects] for t, _ in prefill.transport.committed] == [[Emit, Finish]]
+    line.assert_nothing_left()
+
+
+async def test_prefill_pauses_while_decode_has_enough(line: Line) -> None:
+    line.max_decode_queue = 1
+    await line.append("decode", b"someone's work")
+    await line.submit("r", prompt_of(3), 4)
+    async with line.process("prefill") as prefill:
+        await holds(lambda: prefill.transport.num_looks > 10)
+        assert prefill.transport.committed == []
+        assert plan_of(line, "r") is None
+        line.queues.broker.streams = {k: v for k, v in line.queues.broker.streams.items() if ":decode:" not in k}
+        await holds(lambda: plan_of(line, "r") is not None)
+
+
+async def test_prefill_pauses_while_the_pool_is_full(line: Line) -> None:
+    ballast = line.fill_pool()
+    await line.submit("r", prompt_of(3), 4)
+    async with line.process("prefill") as prefill:
+        await holds(lambda: prefill.transport.num_looks > 10)
+        assert plan_of(line, "r") is None
+        line.pool.release(ballast.name)
+        await holds(lambda: plan_of(line, "r") is not None)
+
+
+async def test_a_pool_that_stays_full_fails_the_request_so_that_it_can_be_tried_again(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "POOL_WAIT_S", 0.05)
+    with line.engine(1) as engine:
+        page = sum(buffer.nbytes for buffer in engine.cache.page(0).buffers())
+    line.pool.quota_bytes = 2 * page + page // 2
+    await line.submit("r", prompt_of(4 * CHUNK_TOKENS), 4)
+    async with line.running("prefill"):
+        answer = await line.answer("r")
+    assert (answer.failure.stage, answer.failure.code, answer.failure.retryable) == ("prefill", "kv_pool_full", True)
+    async with line.running("compressor"):
+        await holds(lambda: line.num_entries("compressor") == 0)
+    line.assert_nothing_left()
+
+
+async def test_chunks_of_a_request_that_has_gone_are_released(line: Line) -> None:
+    await line.submit("r", prompt_of(2 * CHUNK_TOKENS + 1), 4)
+    async with line.process("prefill", hold=publishes) as prefill:
+        await soon(prefill.transport.holding.wait())
+        del line.queues.broker._requests["r"]
+        prefill.transport.go_on.set()
+        await holds(lambda: line.num_entries("prefill") == 0 and not line.pool.names())
+    assert {outcome for _, outcome in prefill.transport.committed} <= {Outcome.GONE, Outcome.ALREADY}
+    line.assert_nothing_left()
+
+
+async def test_chunks_that_a_lost_lease_refuses_are_released_and_the_other_prefill_answers(line: Line) -> None:
+    message = await line.submit("r", prompt_of(2 * CHUNK_TOKENS + 1), 4)
+    async with line.process("prefill", hold=publishes) as slow, line.running("compressor", "decode"):
+        await soon(slow.transport.holding.wait())
+        line.clock.end_leases()
+        async with line.process("prefill"):
+            answer = await line.answer("r")
+        slow.transport.go_on.set()
+        await holds(lambda: bool(slow.transport.committed))
+    assert Outcome.OK not in {outcome for _, outcome in slow.transport.committed}
+    assert answer.result == result_alone(line, message)
+    line.assert_nothing_left()
+
+
+async def test_a_prefill_killed_in_mid_prompt_changes_nothing(line: Line) -> None:
+    message = await line.submit("r", prompt_of(4 * CHUNK_TOKENS + 1), 4, temperature=0.8)
+
+    def second_chunk(transaction: Transaction) -> bool:
+        [first, *_] = transaction.effects
+        return isinstance(first, Publish) and wire.unpack(first.payload, RawChunk).chunk_index == 1
+
+    async with line.running("compressor", "decode"):
+        async with line.process("prefill", hold=second_chunk) as doomed:
+            await soon(doomed.transport.holding.wait())
+            await doomed.kill()
+        line.clock.end_leases()
+        async with line.running("prefill"):
+            answer = await line.answer("r")
+        await holds(lambda: line.num_entries("compressor") == 0)
+    assert answer.result == result_alone(line, message)
+    line.assert_nothing_left()
