@@ -11,6 +11,7 @@ Codes are never derived again here: packing moves them. Knows nothing about file
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from kv_store.codecs.base import Codec
 from kv_store.layout import PAGE_TOKENS, KvLayout
 
-Codes = NDArray[np.generic]
+Codes = NDArray[Any]
 Scales = NDArray[np.float32]
 Buffer = memoryview | bytes
 
@@ -35,7 +36,7 @@ class PageArrays:
     def buffers(self) -> list[memoryview]:
         """Its bytes in the order of a paged payload; no copy."""
         arrays = (self.keys, self.values, self.key_scales, self.value_scales)
-        return [memoryview(array).cast("B") for array in arrays]
+        return [array.data.cast("B") for array in arrays]
 
 
 class PayloadSizeError(ValueError):

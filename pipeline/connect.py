@@ -17,14 +17,13 @@ from redis.backoff import NoBackoff
 
 from pipeline.errors import ServerPolicy, ServerTooOld, ServerUrlInvalid
 from pipeline.keys import Keys
-from pipeline.redis_calls import RedisCalls
+from pipeline.redis_calls import ANSWER_TIMEOUT_S, RedisCalls
 from pipeline.redis_streams import RedisStreams
 from pipeline.settings import Settings
 from pipeline.transport import TransportOptions
 
 MIN_VERSION = (7, 0)  # script flags, XAUTOCLAIM's third reply
 SCHEMES = ("redis", "rediss", "unix")
-ANSWER_TIMEOUT_S = 5.0  # a blocked read waits one second at most; anything slower is a lost connection
 NUM_COMMAND_CONNECTIONS = 32
 NUM_READER_CONNECTIONS = 256  # one for each result that is followed at the same time; more take turns
 
@@ -121,7 +120,7 @@ def _client(url: str, address: str, num_connections: int) -> Redis:
     options: dict[str, Any] = {
         "protocol": 2,
         "decode_responses": False,
-        "socket_timeout": ANSWER_TIMEOUT_S,
+        "socket_timeout": None,  # each call has a limit of its own; see redis_calls.py
         "socket_connect_timeout": ANSWER_TIMEOUT_S,
         "health_check_interval": 0,  # a call that meets a dead connection is sent again anyway
         "retry": Retry(NoBackoff(), 0),  # ours knows what may be sent twice

@@ -149,6 +149,8 @@ class MemoryTransport:
 
     async def _wait(self, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(self._changed.wait(), min(timeout_s, MAX_WAIT_S))
+            # Not wait_for, which on Python 3.11 can swallow a cancellation.
+            async with asyncio.timeout(min(timeout_s, MAX_WAIT_S)):
+                await self._changed.wait()
         except TimeoutError:
             return

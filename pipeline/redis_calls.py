@@ -3,6 +3,10 @@
 Owns the retry rule. Knows nothing about queues. Only calls that may be sent twice go through here, which is
 all of them: scripts recognise themselves by a nonce, the rest reads or sets a value. The library's own
 retries stay off, because they do not know that.
+
+The time limit of a call is here, too, and the library's is off: it sends through asyncio.wait_for, which on
+Python 3.11 returns instead of raising when its task is cancelled in the moment the bytes are out. A loop that
+is cancelled there would go on for ever.
 """
 
 import asyncio
@@ -18,6 +22,7 @@ from redis.asyncio import Redis
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.errors import ServerFull, ServerRefused, ServerUnreachable
 
+ANSWER_TIMEOUT_S = 5.0  # scripts take milliseconds; a server that is this slow has lost the connection
 FIRST_PAUSE_S = 0.02  # a dropped connection is replaced at once
 MAX_PAUSE_S = 1.0  # a restarting server is found within a second
 
@@ -60,18 +65,23 @@ class RedisCalls:
         return await self.call(send, name)
 
     async def call(self, send: Callable[[], Awaitable[T]], what: str) -> T:
-        """Await send(), again and again while the connection is lost; what names the call in logs."""
+        """Await send(), again and again while the connection is lost; what names the call in logs.
+
+        Each sending has ANSWER_TIMEOUT_S.
+        """
         deadline = self._monotonic() + self._patience_s
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return await send()
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    return await send()
             except LOST as error:
                 if _is_refusal(error):
                     raise ServerRefused(self._address, f"{what}: {error}") from error
                 left_s = deadline - self._monotonic()
                 if left_s <= 0:
-                    problem = f"no answer to {what} within {self._patience_s:g} s ({error})"
+                    reason = str(error) or type(error).__name__
+                    problem = f"no answer to {what} within {self._patience_s:g} s ({reason})"
                     raise ServerUnreachable(self._address, problem) from error
                 log.warning("server_call_repeated", call=what, error=type(error).__name__)
             except redis_errors.OutOfMemoryError as error:
@@ -107,7 +117,8 @@ def _is_refusal(error: Exception) -> bool:
 async def read_stream(readers: Redis, after: Mapping[str, str | bytes], count: int, block_ms: int | None) -> list[Any]:
     """Return [stream, [(id, fields)]] of streams that have entries after an id; None does not wait."""
     xread = cast("Any", readers.xread)  # pyright: ignore[reportUnknownMemberType]
-    return cast("list[Any]", await xread(after, count=count, block=block_ms) or [])
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):  # far above any block_ms
+        return cast("list[Any]", await xread(after, count=count, block=block_ms) or [])
 
 
 def script_source(name: str) -> str:

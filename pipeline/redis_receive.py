@@ -18,7 +18,7 @@ from pipeline.keys import HANDBACK, PRIORITIES, SWEEPS_PER_LEASE, Keys
 from pipeline.redis_calls import LOST, Arg, RedisCalls, read_stream
 from pipeline.transport import Delivery, TransportOptions
 
-BLOCK_SLICE_S = 1.0  # longest single wait on the server: what is handed back is noticed within it
+BLOCK_SLICE_S = 1.0  # longest single wait on the server, far below ANSWER_TIMEOUT_S; hand-backs show within it
 MAX_RECEIVE = 1_000  # bounds what one script call does
 FAILED_WAIT_PAUSE_S = 0.05  # the next claim waits for the server properly; this only bounds how often
 START = "0-0"

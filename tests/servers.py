@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Generator
@@ -27,11 +28,30 @@ class Valkey:
         self._process = process
 
     def wait_until_ready(self) -> None:
+        """Wait until it answers: its socket is there a moment before it listens."""
         deadline = time.monotonic() + START_DEADLINE_S
-        while not (self._directory / "valkey.sock").exists():
+        while not self._answers():
             assert self._process.poll() is None, (self._directory / "log").read_text()
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.01)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1)
+            try:
+                connection.connect(str(self._directory / "valkey.sock"))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+            except OSError:
+                return False
+
+    def freeze(self) -> None:
+        """Stop it: connections stay open, nothing is answered."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it as a crash would."""

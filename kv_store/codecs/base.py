@@ -6,7 +6,7 @@ The functions here are the specification: the engine's compiled kernels must agr
 Knows nothing about pages, blobs or models.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +17,27 @@ Rows = NDArray[np.float32]
 
 
 class Codec(Protocol):
-    """One way to round rows.
+    """One way to round rows."""
 
-    Attributes:
-        name: How settings, headers and quality records call it.
-        codec_id: Its number in blob headers; never reused.
-        code_dtype: Element type of the codes.
-        packed_scale_dtype: Element type a scale is stored in; packing it is lossless.
-    """
+    @property
+    def name(self) -> str:
+        """How settings, headers and quality records call it."""
+        ...
 
-    name: str
-    codec_id: int
-    code_dtype: np.dtype[np.generic]
-    packed_scale_dtype: np.dtype[np.generic]
+    @property
+    def codec_id(self) -> int:
+        """Its number in blob headers; never reused."""
+        ...
+
+    @property
+    def code_dtype(self) -> np.dtype[Any]:
+        """Element type of the codes."""
+        ...
+
+    @property
+    def packed_scale_dtype(self) -> np.dtype[Any]:
+        """Element type a scale is stored in; packing it is lossless."""
+        ...
 
     def derive_scales(self, rows: Rows) -> Scales:
         """Scale of each row. Shapes: rows [..., D] -> [...]."""
@@ -43,11 +51,11 @@ class Codec(Protocol):
         """The rounded rows. Shapes: [..., D], [...] -> [..., D]."""
         ...
 
-    def pack_scales(self, scales: Scales) -> NDArray[np.generic]:
+    def pack_scales(self, scales: Scales) -> NDArray[Any]:
         """Scales in their stored type, same shape."""
         ...
 
-    def unpack_scales(self, packed: NDArray[np.generic]) -> Scales:
+    def unpack_scales(self, packed: NDArray[Any]) -> Scales:
         """Inverse of pack_scales, exact."""
         ...
 

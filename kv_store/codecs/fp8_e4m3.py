@@ -5,6 +5,8 @@ finite value is 448 (OCP 8-bit floating point specification, revision 1.0). The 
 that brings the row to at most 448, so dividing by it is exact and the stored scale is one exponent byte.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,11 +52,11 @@ class Fp8E4m3:
         """Exact: a code has four significant bits and the scale is a power of two."""
         return VALUE_OF_CODE[codes.astype(np.uint8)] * scales[..., None]
 
-    def pack_scales(self, scales: Scales) -> NDArray[np.generic]:
+    def pack_scales(self, scales: Scales) -> NDArray[Any]:
         """The biased exponent, as in OCP e8m0."""
         return (scales.view(np.int32) >> 23).astype(np.uint8)
 
-    def unpack_scales(self, packed: NDArray[np.generic]) -> Scales:
+    def unpack_scales(self, packed: NDArray[Any]) -> Scales:
         """Inverse of pack_scales."""
         return (packed.astype(np.int32) << 23).view(np.float32)
 

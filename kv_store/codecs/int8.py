@@ -4,6 +4,8 @@ At the same size ten times closer than FP8 on small models (docs/quality.md). A 
 scale 4 significant bits, so their product is exact in fp32: rounding a rounded row with its own scale changes nothing.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,10 +39,10 @@ class Int8:
         """Exact product of code and scale."""
         return codes.astype(np.float32) * scales[..., None]
 
-    def pack_scales(self, scales: Scales) -> NDArray[np.generic]:
+    def pack_scales(self, scales: Scales) -> NDArray[Any]:
         """The upper half of the fp32 bits; the lower half is zero by construction."""
         return (scales.view(np.int32) >> 16).astype(np.uint16)
 
-    def unpack_scales(self, packed: NDArray[np.generic]) -> Scales:
+    def unpack_scales(self, packed: NDArray[Any]) -> Scales:
         """Inverse of pack_scales."""
         return (packed.astype(np.int32) << 16).view(np.float32)

@@ -1,5 +1,7 @@
 """No rounding: fp32 codes and a scale of one, to measure what the other codecs cost and to debug them."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,10 +28,10 @@ class Raw:
         """The codes themselves."""
         return codes.astype(np.float32)
 
-    def pack_scales(self, scales: Scales) -> NDArray[np.generic]:
+    def pack_scales(self, scales: Scales) -> NDArray[Any]:
         """As they are."""
         return scales
 
-    def unpack_scales(self, packed: NDArray[np.generic]) -> Scales:
+    def unpack_scales(self, packed: NDArray[Any]) -> Scales:
         """As they are."""
         return packed.astype(np.float32)

@@ -25,6 +25,9 @@ Examples:
   sluice generate --raw --max-tokens 32 --json "Once upon a time"
 """
 
+# Without one, the template adds the model's persona, and with that persona the model answers plain questions worse.
+DEFAULT_SYSTEM = "You are a helpful assistant. Answer briefly and correctly."
+
 MODEL_SAMPLING: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {"smollm2-135m-instruct": MappingProxyType({"temperature": 0.2, "top_p": 0.9})}  # its authors' advice
 )
@@ -45,7 +48,10 @@ def generate(  # noqa: PLR0913 - one parameter for each option
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input.")],
     *,
     model: ModelOption = None,
-    system: Annotated[str | None, typer.Option(help="The system message of the chat.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help=f"The system message of the chat. [default: {DEFAULT_SYSTEM}]", show_default=False),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the model's own]")] = None,
@@ -94,9 +100,8 @@ def new_request(wanted: Wanted, settings: Settings) -> NewRequest:
     if wanted.raw and wanted.system is not None:
         raise InvalidRequest("system", "belongs to a chat, and --raw is none")
     params = parse_params({**MODEL_SAMPLING.get(settings.model, {}), **wanted.sampling})
-    messages = (ChatMessage(role="user", content=wanted.prompt),)
-    if wanted.system is not None:
-        messages = (ChatMessage(role="system", content=wanted.system), *messages)
+    system = DEFAULT_SYSTEM if wanted.system is None else wanted.system
+    messages = (ChatMessage(role="system", content=system), ChatMessage(role="user", content=wanted.prompt))
     return NewRequest(
         model=settings.model,
         prompt=wanted.prompt if wanted.raw else None,

@@ -52,7 +52,7 @@ class DecodeStage:
         """Serve until `stopping` is set and the running requests have ended."""
         async with asyncio.TaskGroup() as tasks:
             feeder = tasks.create_task(self._feed(stopping), name="feeder")
-            await self._step_until(feeder)
+            await self._step_until(feeder, tasks)
 
     async def _feed(self, stopping: asyncio.Event) -> None:
         try:
@@ -88,7 +88,7 @@ class DecodeStage:
             self._running[request.key] = request
             self._changed.notify_all()
 
-    async def _step_until(self, feeder: asyncio.Task[None]) -> None:
+    async def _step_until(self, feeder: asyncio.Task[None], tasks: asyncio.TaskGroup) -> None:
         emission: asyncio.Task[None] | None = None
         while not feeder.done() or self._running:
             requests = list(self._running.values())
@@ -99,9 +99,7 @@ class DecodeStage:
             self._leases.progressed()
             if emission is not None:
                 await emission
-            emission = asyncio.create_task(self._emit(await self._retire(requests)))
-        if emission is not None:
-            await emission
+            emission = tasks.create_task(self._emit(await self._retire(requests)), name="emission")
 
     async def _retire(self, requests: Sequence[DecodeRequest]) -> list[Transaction]:
         """Transactions of a step; requests that ended with it, or were lost meanwhile, leave their pages."""

@@ -57,7 +57,7 @@ class Engine:
 def _use_threads(num_threads: int) -> None:
     """Both libraries keep the setting per calling thread, so the engine's thread makes it."""
     torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(num_threads, numba.get_num_threads()))  # a new thread has as many as there are
 
 
 def _load(model_path: Path, codec_name: str, weight_cache: Path) -> tuple[Model, Fingerprint]:

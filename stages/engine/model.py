@@ -105,9 +105,7 @@ class Model:
             kernels.gated_unit(gate_up, scale, self._gated_mixing, gated, gated_scale)
             update = layer.down(torch.from_numpy(gated))  # [R, hidden]
             following = self._layers[index + 1].attention_norm if index + 1 < len(self._layers) else self._final_norm
-            kernels.add_norm(
-                residual, update, gated_scale, following, self._eps, self._hidden_mixing, unit, scale
-            )
+            kernels.add_norm(residual, update, gated_scale, following, self._eps, self._hidden_mixing, unit, scale)
         wanted = batch.logit_rows
         if not len(wanted):
             return np.empty((0, config.vocab_size), np.float32)

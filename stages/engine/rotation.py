@@ -17,10 +17,10 @@ Doubles = NDArray[np.float64]
 
 def hadamard(size: int) -> Doubles:
     """Sylvester's Hadamard matrix of a power of two, orthonormal and symmetric: [size, size]."""
-    matrix = np.ones((1, 1))
+    matrix: Doubles = np.ones((1, 1), np.float64)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.sqrt(size)
+    return (matrix / np.sqrt(size)).astype(np.float64)
 
 
 def cosine_transform(size: int) -> Doubles:

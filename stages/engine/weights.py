@@ -73,13 +73,18 @@ class ModelWeights:
         def weight(name: str) -> Int8Weight:
             return Int8Weight(named[f"{name}.codes"].view(np.int8), floats(f"{name}.scales"))
 
-        layers = (
-            LayerWeights(
-                *(floats(f"{index}.{name}") for name in NORMS), *(weight(f"{index}.{name}") for name in LINEARS)
+        def layer(index: int) -> LayerWeights:
+            return LayerWeights(
+                attention_norm=floats(f"{index}.attention_norm"),
+                feed_forward_norm=floats(f"{index}.feed_forward_norm"),
+                qkv=weight(f"{index}.qkv"),
+                output=weight(f"{index}.output"),
+                gate_up=weight(f"{index}.gate_up"),
+                down=weight(f"{index}.down"),
             )
-            for index in range(num_layers)
-        )
-        return cls(floats("embedding"), tuple(layers), floats("final_norm"), weight("head"))
+
+        layers = tuple(layer(index) for index in range(num_layers))
+        return cls(floats("embedding"), layers, floats("final_norm"), weight("head"))
 
 
 def _layer(source: GgufWeights, config: ModelConfig, index: int) -> LayerWeights:

@@ -40,7 +40,9 @@ class Handover:
         # The compressor writes the sealed blob before it frees the raw one. It must find room for it even when the
         # pool is full of raw blobs, because then its work is the only one that can make any.
         sealed_bytes = HEADER_BYTES + packed_bytes(layout, codec, chunk_tokens)
-        self.room_bytes = sealed_bytes if seal else sealed_bytes + HEADER_BYTES + paged_bytes(layout, codec, chunk_tokens)
+        self.room_bytes = (
+            sealed_bytes if seal else sealed_bytes + HEADER_BYTES + paged_bytes(layout, codec, chunk_tokens)
+        )
         if pool.quota_bytes < self.room_bytes:
             raise InvalidValue(
                 "kv_pool_bytes", pool.quota_bytes, f"at least {self.room_bytes} for chunks of {chunk_tokens} tokens"

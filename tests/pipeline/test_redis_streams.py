@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from pipeline import redis_streams
+from pipeline import redis_calls, redis_streams
 from pipeline.connect import open_transport
 from pipeline.errors import ServerRefused, ServerUnreachable, StateDamaged
 from pipeline.keys import LEASE_S, MAX_DEAD, RESULT_TTL_S, Keys
@@ -251,6 +251,29 @@ async def test_two_waiting_receivers_share_what_comes(redis_bench: RedisBench) -
     assert sorted(d.payload for deliveries in received for d in deliveries) == [b"r", b"s"]
 
 
+# Cancelling
+
+
+async def test_a_cancelled_call_ends_wherever_it_is(redis_bench: RedisBench) -> None:
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+
+    async def call_for_ever() -> None:
+        while True:
+            await transport.renew([delivery])
+            await transport.receive("tokenizer", 1, block_s=0.001)
+            await transport.read_results("r", 0, block_s=0)
+
+    for num_turns in range(200):
+        task = asyncio.create_task(call_for_ever())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 1)
+    assert await transport.renew([delivery]) == [True]
+
+
 # A server that comes back
 
 
@@ -270,6 +293,31 @@ async def test_a_restarted_server_is_found_again_with_its_work(short_directory: 
             assert [d.payload for d in await asyncio.wait_for(receiving, DEADLINE_S)] == [b"new"]
             assert await transport.renew([delivery]) == [True]
             await transport.close()
+
+
+async def test_a_frozen_server_is_unreachable_and_then_used_again(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_valkey(short_directory) as server:
+        settings = Settings(redis_url=server.url, lease_s=0.1)
+        transport = await open_transport(settings, consumer="a")
+        delivery = await running(transport)
+        with monkeypatch.context() as patched:
+            patched.setattr(redis_calls, "ANSWER_TIMEOUT_S", 0.1)
+            server.freeze()
+            with pytest.raises(ServerUnreachable, match="no answer to commit"):
+                await transport.commit([transaction(delivery, Emit(b"a", 0, 1))])
+            with pytest.raises(ServerUnreachable, match="no answer to receive"):
+                await transport.receive("tokenizer", 1, block_s=0)
+            server.thaw()
+        again = await take_one(transport, "tokenizer")
+        assert again.entry_id == delivery.entry_id
+        assert await transport.commit([transaction(delivery, Emit(b"a", 0, 1))]) == [Outcome.FENCED]
+        # What a frozen server was sent may have happened when it woke up; whoever goes on looks first.
+        num_tokens = len(await transport.read_results("r", 0, block_s=0))
+        assert num_tokens in (0, 1)
+        assert await transport.commit([transaction(again, Emit(b"b", num_tokens, 1))]) == [Outcome.OK]
+        await transport.close()
 
 
 async def test_leaving_a_dead_server_does_not_wait_for_it(short_directory: Path) -> None:

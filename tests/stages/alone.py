@@ -72,6 +72,11 @@ def repetitive_prompt(num_tokens: int) -> list[int]:
     return (prompt_of(12) * num_tokens)[:num_tokens]
 
 
+def ascii_only() -> dict[int, float]:
+    """A logit bias after which the tiny model writes printable characters, each a token."""
+    return {byte: -100.0 for byte in range(257) if not 32 <= byte < 127}
+
+
 def _result(tokens: Sequence[SampledToken], text: str, reason: str) -> tuple[object, ...]:
     logprobs = None
     if tokens[0].logprob is not None:
@@ -81,5 +86,3 @@ def _result(tokens: Sequence[SampledToken], text: str, reason: str) -> tuple[obj
             if token.logprob is not None
         )
     return tuple(token.token_id for token in tokens), text, logprobs, reason
-
-

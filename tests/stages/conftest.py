@@ -1,14 +1,15 @@
 """A line of stages on a tiny model, for the tests of stages that work on queues."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kv_store.pool import FilePool
+from pipeline import worker
 from stages.decode import stage as decode_stage
 from stages.prefill import stage as prefill_stage
-from pipeline import worker
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
 from tests.ops.tiny_llama import write_tiny_llama
@@ -40,3 +41,13 @@ def line(line_directory: Path, tmp_path: Path, short_reads: None) -> Iterator[Li
     with FilePool.open(pool_directory, QUOTA_BYTES) as pool:
         tokenizer = Tokenizer(Vocabulary.from_gguf(model))
         yield Line(model, line_directory / "weights", pool_directory, pool, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The GGUF file of the default model."""
+    home = Path(os.environ.get("SLUICE_HOME") or "~/.sluice").expanduser()
+    path = Path(os.environ.get("SLUICE_TEST_MODEL") or home / "models" / "smollm2-135m-instruct.gguf")
+    if not path.is_file():
+        pytest.fail(f"the test model is not at {path}: run `make setup`, or set SLUICE_TEST_MODEL", pytrace=False)
+    return path

@@ -265,9 +265,7 @@ class Line:
     ) -> None:
         assert engine is not None
         admission = Admission(transport, engine, self.pool, self.tokenizer)
-        stage = DecodeStage(
-            transport, leases, engine, admission, self.max_num_seqs, self.num_speculative_tokens
-        )
+        stage = DecodeStage(transport, leases, engine, admission, self.max_num_seqs, self.num_speculative_tokens)
         await stage.run(stopping)
 
     @property
@@ -294,6 +292,15 @@ class Line:
     def dead_letters(self, stage: str) -> list[str]:
         return [letter.reason for letter in self.queues.broker.dead.get(stage, ())]
 
+    def forget(self, request_id: str) -> None:
+        """Take a request back: its state goes, entries that are not in work too."""
+        del self.queues.broker._requests[request_id]
+        for entries in self.queues.broker.streams.values():
+            for entry_id, entry in list(entries.items()):
+                identity = wire.read_identity(entry.payload)
+                if not entry.delivered and identity is not None and identity[0] == request_id:
+                    del entries[entry_id]
+
     def assert_nothing_left(self) -> None:
         """No entry waits, no request is open, no blob is there."""
         assert {stage: self.num_entries(stage) for stage in STAGES} == dict.fromkeys(STAGES, 0)
@@ -313,4 +320,3 @@ async def holds(condition: Callable[[], bool]) -> None:
     while not condition():
         assert monotonic_s() < deadline, "it did not come to hold"
         await asyncio.sleep(POLL_S)
-

@@ -16,6 +16,8 @@ from stages.engine.model import Model
 from stages.engine.weights import ModelWeights
 from stages.gguf.file import GgufFile
 
+MOST_THREADS = numba.get_num_threads()
+
 
 @pytest.fixture(scope="session")
 def model_path() -> Path:
@@ -47,7 +49,7 @@ def cache(request: pytest.FixtureRequest, source: tuple[GgufWeights, ModelConfig
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     """Tests may change thread counts; each starts with two where there are two."""
-    threads = min(2, numba.config.NUMBA_NUM_THREADS)
+    threads = min(2, MOST_THREADS)
     torch.set_num_threads(threads)
     numba.set_num_threads(threads)
     yield

@@ -9,7 +9,7 @@ from stages.engine import stepping
 from stages.engine.kv_cache import PagedKvCache
 from stages.engine.model import Model
 from stages.engine.sampling import SampledToken, SamplingSpec, sample
-from stages.engine.sequence import Sequence
+from stages.engine.sequence import EndReason, Sequence
 from stages.engine.speculation.drafter import Drafter
 from stages.engine.speculation.prompt_lookup import PromptLookup
 
@@ -41,7 +41,7 @@ def generate(
     tokens.append(sample(logits[0], spec, 0, sequence.history))
     reason = sequence.append(tokens[0])
 
-    def accept(_: Sequence, token: SampledToken, reason: str | None) -> str | None:
+    def accept(_: Sequence, token: SampledToken, reason: EndReason | None) -> EndReason | None:
         tokens.append(token)
         return reason
 

@@ -3,11 +3,14 @@
 import pytest
 
 from kv_store.blob import BlobKind
+from kv_store.errors import InvalidValue
 from kv_store.packing import pack, pages_of
 from pipeline import wire
+from pipeline.keys import MAX_DELIVERIES
 from pipeline.messages import PrefilledPrompt, RawChunk
 from pipeline.transport import Emit, Finish, Outcome, Plan, Publish, Transaction
 from stages.prefill import handover
+from stages.prefill.handover import Handover
 from tests.stages.alone import packed_alone, prompt_of, result_alone
 from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
 
@@ -200,3 +203,51 @@ async def test_a_prefill_killed_in_mid_prompt_changes_nothing(line: Line) -> Non
         await holds(lambda: line.num_entries("compressor") == 0)
     assert answer.result == result_alone(line, message)
     line.assert_nothing_left()
+
+
+async def test_a_prompt_that_ended_every_prefill_fails_leaves_no_blob_and_others_are_served(line: Line) -> None:
+    await line.submit("r", prompt_of(2 * CHUNK_TOKENS + 1), 4)
+
+    def token_0(transaction: Transaction) -> bool:
+        return any(isinstance(effect, Emit) for effect in transaction.effects)
+
+    async with line.running("compressor"), line.process("prefill", hold=token_0) as doomed:
+        await soon(doomed.transport.holding.wait())
+        await holds(lambda: len(line.queues.broker.requests()["r"].chunks) == 2)
+        await doomed.kill()
+    for _ in range(MAX_DELIVERIES - 1):
+        line.clock.end_leases()
+        await line.transport("crashing").receive("prefill", 1, 1)
+    line.clock.end_leases()
+    message = await line.submit("s", prompt_of(5), 3)
+    async with line.running(*ALL):
+        failure = (await line.answer("r")).failure
+        assert (await line.answer("s")).result == result_alone(line, message)
+    assert (failure.stage, failure.code, failure.retryable) == ("prefill", "too_many_tries", False)
+    assert len(line.dead_letters("prefill")) == 1
+    line.assert_nothing_left()
+
+
+async def test_an_unreadable_entry_is_buried_and_others_are_served(line: Line) -> None:
+    await line.append("prefill", b"\xc1 not msgpack")
+    message = await line.submit("r", prompt_of(5), 3)
+    async with line.running(*ALL):
+        assert (await line.answer("r")).result == result_alone(line, message)
+    [reason] = line.dead_letters("prefill")
+    assert reason.startswith("unreadable_message: not_msgpack")
+    line.assert_nothing_left()
+
+
+async def test_a_prefill_that_seals_needs_no_compressor(line: Line) -> None:
+    line.seal_in_prefill = True
+    message = await line.submit("r", prompt_of(2 * CHUNK_TOKENS + 1), 4, temperature=0.8)
+    async with line.running("prefill", "decode"):
+        assert (await line.answer("r")).result == result_alone(line, message)
+    line.assert_nothing_left()
+
+
+@pytest.mark.parametrize("seal", [False, True])
+async def test_a_pool_that_could_never_hold_a_chunk_stops_the_start(line: Line, seal: bool) -> None:
+    with line.engine(1) as engine, pytest.raises(InvalidValue, match="kv_pool_bytes is 9000, expected at least"):
+        line.pool.quota_bytes = 9000
+        Handover(engine, line.pool, chunk_tokens=2 * CHUNK_TOKENS, seal=seal, compression="none")

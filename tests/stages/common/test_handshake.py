@@ -1,0 +1,57 @@
+"""The handshake: processes that would compute other bits do not work side by side."""
+
+import pytest
+
+from pipeline.memory import MemoryQueues, MemoryTransport
+from pipeline.transport import TransportOptions
+from stages.common.handshake import REGISTRATION_TTL_S, FingerprintMismatch, Registration
+from tests.stages.line import ManualClock
+
+PARTS = {"model": "m1", "codec": "fp8_e4m3", "layout": "l1"}
+
+
+class Stack:
+    """Queues that processes register at."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.queues = MemoryQueues(monotonic=self.clock)
+
+    async def announce(self, stage: str, consumer: str, parts: dict[str, str]) -> None:
+        await Registration(MemoryTransport(self.queues, TransportOptions(consumer)), stage, parts).announce()
+
+    async def registered(self) -> list[str]:
+        return [process.consumer for process in await MemoryTransport(self.queues, TransportOptions("x")).processes()]
+
+
+async def test_equal_processes_work_together() -> None:
+    stack = Stack()
+    for consumer in ("a", "b"):
+        await stack.announce("decode", consumer, PARTS)
+    await stack.announce("prefill", "c", PARTS)
+    assert await stack.registered() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+async def test_a_process_that_differs_refuses_to_start_and_names_the_part(part: str) -> None:
+    stack = Stack()
+    await stack.announce("prefill", "a", PARTS)
+    with pytest.raises(FingerprintMismatch, match=rf"has {part} other, but prefill \(a\) has {PARTS[part]}") as caught:
+        await stack.announce("decode", "b", PARTS | {part: "other"})
+    assert caught.value.part == part
+
+
+async def test_parts_that_only_one_side_has_are_not_compared() -> None:
+    stack = Stack()
+    await stack.announce("tokenizer", "a", {})
+    await stack.announce("compressor", "b", {"layout": "l1"})
+    await stack.announce("decode", "c", PARTS)
+    with pytest.raises(FingerprintMismatch, match="layout"):
+        await stack.announce("compressor", "d", {"layout": "l2"})
+
+
+async def test_a_process_that_died_is_no_obstacle_for_long() -> None:
+    stack = Stack()
+    await stack.announce("prefill", "a", PARTS)
+    stack.clock.now += REGISTRATION_TTL_S
+    await stack.announce("prefill", "b", PARTS | {"codec": "raw"})
