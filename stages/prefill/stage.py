@@ -73,6 +73,7 @@ class PrefillStage:
         self._tokenizer = tokenizer
         self._handover = handover
         self._limits = limits
+        self._handing_over = asyncio.Lock()  # one chunk at a time, so that they leave in order
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set."""
@@ -196,8 +197,9 @@ class PrefillStage:
         return Plan(num_chunks, message.priority, wire.pack(prefilled))
 
     async def _publish(self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId) -> None:
-        effect, ref = await self._handover.effect(message, sequence, chunk)
-        await self._commit(delivery, message, (effect,), ack=False, ref=ref)
+        async with self._handing_over:
+            effect, ref = await self._handover.effect(message, sequence, chunk)
+            await self._commit(delivery, message, (effect,), ack=False, ref=ref)
 
     async def _commit(
         self,

@@ -95,7 +95,7 @@ def test_a_chunk_of_other_arithmetic_is_refused_by_field(pool: FilePool, field: 
 
 def test_a_raw_blob_is_not_taken_for_a_sealed_one(pool: FilePool) -> None:
     ref = FORMAT.write_raw(pool, some_chunk(), some_pages())
-    with pytest.raises(BlobMismatchError, match="^kind is"):
+    with pytest.raises(BlobMismatchError, match=r"^kind is"):
         FORMAT.read_sealed(pool, ref, some_chunk(), empty_pages())
 
 

@@ -248,6 +248,6 @@ async def test_a_prefill_that_seals_needs_no_compressor(line: Line) -> None:
 
 @pytest.mark.parametrize("seal", [False, True])
 async def test_a_pool_that_could_never_hold_a_chunk_stops_the_start(line: Line, seal: bool) -> None:
+    line.pool.quota_bytes = 9000
     with line.engine(1) as engine, pytest.raises(InvalidValue, match="kv_pool_bytes is 9000, expected at least"):
-        line.pool.quota_bytes = 9000
         Handover(engine, line.pool, chunk_tokens=2 * CHUNK_TOKENS, seal=seal, compression="none")

@@ -73,23 +73,13 @@ class Door:
         assert (failure.stage, failure.code, failure.retryable) == ("tokenizer", "invalid_request", False)
         return failure
 
-    async def _admit(
-        self,
-        prompt: str | None = None,
-        messages: tuple[ChatMessage, ...] | None = None,
-        model: str = "tiny",
-        at_us: int = NOON,
-        **params: object,
-    ) -> None:
-        request = GenerateRequest(
-            request_id="r",
-            priority="interactive",
-            model=model,
-            prompt=prompt,
-            messages=messages,
-            params=parse_params({"seed": 1} | params),
-            stamps=(Stamp(boundary="submitted", at_us=at_us),),
-        )
+    async def _admit(self, **fields: object) -> None:
+        """Fields that a GenerateRequest does not have are sampling parameters."""
+        own = {name: fields.pop(name) for name in list(fields) if name in GenerateRequest.model_fields}
+        envelope = {"request_id": "r", "priority": "interactive", "model": "tiny"}
+        stamps = (Stamp(boundary="submitted", at_us=NOON),)
+        params = parse_params({"seed": 1} | fields)
+        request = GenerateRequest.model_validate(envelope | {"params": params, "stamps": stamps} | own)
         await self.transport.admit("r", "interactive", wire.pack(request))
 
 

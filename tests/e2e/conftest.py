@@ -1,0 +1,35 @@
+"""What stacks of all end-to-end tests share: caches, the real model, and a tiny one."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.ops.tiny_llama import write_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled code and folded weights: made once for all homes; compiled code even for all sessions, if wanted."""
+    directory = tmp_path_factory.mktemp("cache")
+    compiled = os.environ.get("NUMBA_CACHE_DIR")
+    if compiled:
+        (directory / "numba").symlink_to(compiled)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The GGUF file of the default model."""
+    home = Path(os.environ.get("SLUICE_HOME") or "~/.sluice").expanduser()
+    path = Path(os.environ.get("SLUICE_TEST_MODEL") or home / "models" / "smollm2-135m-instruct.gguf")
+    if not path.is_file():
+        pytest.fail(f"the test model is not at {path}: run `make setup`, or set SLUICE_TEST_MODEL", pytrace=False)
+    return path.absolute()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of random weights that differ."""
+    directory = tmp_path_factory.mktemp("models")
+    return write_tiny_llama(directory / "one.gguf", seed=0), write_tiny_llama(directory / "two.gguf", seed=1)
