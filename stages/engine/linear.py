@@ -43,7 +43,8 @@ class Int8Linear:
         with warnings.catch_warnings():
             # torch plans to drop quantised tensor types; the pinned version has them, and FBGEMM packs no other.
             warnings.filterwarnings("ignore", message=".*quantized tensor creation.*", category=UserWarning)
-            quantised = torch.ops.aten._make_per_channel_quantized_tensor(codes, scales, zeros, 0)  # noqa: SLF001  no public one
+            make = torch._make_per_channel_quantized_tensor  # noqa: SLF001 # pyright: ignore[reportPrivateImportUsage]
+            quantised = make(codes, scales, zeros, 0)
         self._packed = torch.ops.quantized.linear_prepack(quantised, None)
 
     def __call__(self, rows: torch.Tensor) -> NDArray[np.float32]:

@@ -9,13 +9,14 @@ from tests.ops.tiny_llama import write_tiny_llama
 
 
 @pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled code and folded weights: made once for all homes; compiled code even for all sessions, if wanted."""
-    directory = tmp_path_factory.mktemp("cache")
+def caches(pytestconfig: pytest.Config) -> Path:
+    """Compiled code and folded weights: made once, for all homes and for the next session too."""
+    assert pytestconfig.cache is not None
+    directory = pytestconfig.cache.mkdir("sluice-stacks")
     compiled = os.environ.get("NUMBA_CACHE_DIR")
-    if compiled:
+    if compiled and not (directory / "numba").exists():
         (directory / "numba").symlink_to(compiled)
-    return directory
+    return directory.absolute()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,10 @@ from struct import pack
 
 import pytest
 
+from pipeline.errors import ServerRefused
+from pipeline.settings import Settings
+from stages.common import stage_process
+
 BYTES: Mapping[str, bytes] = {
     "foreign": b"PK\x03\x04 a zip archive",
     "truncated": pack("<4sIQQ", b"GGUF", 3, 5, 0),
@@ -45,3 +49,29 @@ def test_an_unusable_model_ends_a_stage_with_one_sentence(tmp_path: Path, stage:
     assert f"{path}: {sentence}" in output
     assert "Traceback" not in output
     assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_the_operator_can_mend_is_said_in_a_sentence_also_from_inside_a_task_group(
+    wrapped: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(_: Settings) -> None:
+        error = ServerRefused("redis://x", "says no")
+        raise ExceptionGroup("tasks", [ExceptionGroup("inner", [error])]) if wrapped else error
+
+    monkeypatch.setattr(stage_process, "load_settings", Settings)
+    monkeypatch.setattr(stage_process, "configure_logs", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        stage_process.run_stage("decode", serve)
+    assert ended.value.code == 1
+    assert "redis://x: says no" in capsys.readouterr().out
+
+
+def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(_: Settings) -> None:
+        raise ExceptionGroup("tasks", [ZeroDivisionError()])
+
+    monkeypatch.setattr(stage_process, "load_settings", Settings)
+    monkeypatch.setattr(stage_process, "configure_logs", lambda *_: None)
+    with pytest.raises(ExceptionGroup):
+        stage_process.run_stage("decode", serve)
