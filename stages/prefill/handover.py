@@ -5,9 +5,10 @@ pool is waited for. Knows nothing about how chunks are computed.
 """
 
 import asyncio
+from contextlib import suppress
 
 from kv_store.blob import HEADER_BYTES, Compression
-from kv_store.errors import InvalidValue, PoolFull
+from kv_store.errors import InvalidValue, KvStoreError, PoolFull
 from kv_store.packing import PageArrays, packed_bytes, paged_bytes
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
@@ -90,11 +91,21 @@ class Handover:
         deadline = asyncio.get_running_loop().time() + POOL_WAIT_S
         while True:
             try:
-                return await asyncio.to_thread(self._write_now, chunk, pages)
+                return await self._write_owned(chunk, pages)
             except PoolFull:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(_POOL_POLL_S)
+
+    async def _write_owned(self, chunk: ChunkId, pages: list[PageArrays]) -> BlobRef:
+        """Write in a thread; when this is cancelled, the thread goes on, and what it writes is released."""
+        writing = asyncio.create_task(asyncio.to_thread(self._write_now, chunk, pages))
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            with suppress(KvStoreError):
+                await self.discard(await writing)
+            raise
 
     def _write_now(self, chunk: ChunkId, pages: list[PageArrays]) -> BlobRef:
         if self._seal:

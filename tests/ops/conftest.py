@@ -15,6 +15,12 @@ from pipeline.settings import PREFIX, Settings
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def _own_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in this process must not set logging up: it would write to a stream of one test for good."""
+    monkeypatch.setattr("ops.commands.common.configure_logs", lambda *_: None)
+
+
 @pytest.fixture
 def home() -> Iterator[Path]:
     """A home of its own: short, because a socket's path has at most 107 bytes."""

@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from ops.cli import app
-from ops.commands import common
 from ops.commands.generate import Wanted, new_request
 from ops.commands.run import count_lines
 from pipeline.errors import InvalidRequest
@@ -39,7 +38,6 @@ main()
 def sluice(stack_env: dict[str, str], procfile: Path, monkeypatch: pytest.MonkeyPatch) -> Sluice:
     """Run a command line in this process."""
     monkeypatch.setattr("ops.stack.default_procfile", lambda: procfile)
-    monkeypatch.setattr(common, "configure_logs", lambda *_: None)  # the tests have their own
 
     def invoke(*words: object) -> Result:
         with capture_logs():

@@ -154,6 +154,7 @@ async def test_a_request_whose_lease_is_lost_is_dropped_quietly_and_goes_on_else
         other = await line.submit("s", prompt_of(21), 5)
         assert (await line.answer("s")).result == result_alone(line, other)
     assert answer.result == result_alone(line, message)
+    assert [outcome for _, outcome in slow.transport.committed if outcome is not Outcome.OK] == [Outcome.ALREADY]
     assert line.dead_letters("decode") == []
     line.assert_nothing_left()
 
@@ -162,8 +163,9 @@ async def test_a_request_that_is_taken_back_leaves_its_place_to_others(line: Lin
     line.max_num_seqs = 1
     await line.submit("r", prompt_of(20), 500)
     message = await line.submit("s", prompt_of(21), 5)
-    async with line.running(*ALL):
+    async with line.running("prefill", "compressor"), line.process("decode") as decode:
         await holds(lambda: len(line.queues.broker.requests()["r"].results) > 3)
         line.forget("r")
         assert (await line.answer("s")).result == result_alone(line, message)
+    assert [outcome for _, outcome in decode.transport.committed if outcome is not Outcome.OK] == [Outcome.GONE]
     line.assert_nothing_left()

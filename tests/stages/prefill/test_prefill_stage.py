@@ -35,6 +35,10 @@ def plan_of(line: Line, request_id: str) -> Plan | None:
     return request.plan
 
 
+def emits(transaction: Transaction) -> bool:
+    return any(isinstance(effect, Emit) for effect in transaction.effects)
+
+
 def publishes(transaction: Transaction) -> bool:
     return any(isinstance(effect, Publish) for effect in transaction.effects)
 
@@ -76,11 +80,7 @@ async def test_token_0_comes_once_with_the_plan(line: Line) -> None:
     message = await line.submit("r", prompt, 5, speculate=False)
     async with line.process("prefill") as prefill:
         await holds(lambda: line.num_entries("prefill") == 0)
-    emitting = [
-        transaction
-        for transaction, _ in prefill.transport.committed
-        if any(isinstance(effect, Emit) for effect in transaction.effects)
-    ]
+    emitting = [transaction for transaction, _ in prefill.transport.committed if emits(transaction)]
     assert [[type(effect) for effect in transaction.effects] for transaction in emitting] == [[Emit, Publish, Plan]]
     plan = plan_of(line, "r")
     assert plan is not None
@@ -93,32 +93,35 @@ async def test_token_0_comes_once_with_the_plan(line: Line) -> None:
     assert (handed_on.prompt_token_ids, handed_on.max_tokens) == (tuple(prompt), 5)
 
 
-@pytest.mark.parametrize("why", ["max_tokens", "eos", "stop"])
+@pytest.mark.parametrize("why", ["eos", "stop"])
 async def test_a_request_that_ends_with_token_0_never_reaches_decode_and_leaves_no_blob(line: Line, why: str) -> None:
     prompt = prompt_of(2 * CHUNK_TOKENS + 1)
     first = result_alone(line, await line.submit("probe", prompt, 1))[0]
+    line.forget("probe")
     assert isinstance(first, tuple)
-    line.queues.broker.streams.clear()
-    stop = []
+    stop = [line.tokenizer.decode(first)] if why == "stop" else []
     if why == "eos":
         line.end_text_with(first[0])
-    if why == "stop":
-        stop = [line.tokenizer.decode(first)]
-    await line.submit("r", prompt, 1 if why == "max_tokens" else 8, stop=stop)
-    line.queues.broker.requests()["probe"].expires_at = 0
-    async with line.running("prefill", "compressor"):
+    await line.submit("r", prompt, 8, stop=stop)
+    async with line.running("compressor"), line.process("prefill", hold=emits) as prefill:
+        await soon(prefill.transport.holding.wait())
+        # Sealed before the end, so that no later commit of theirs is told that the request has gone.
+        await holds(lambda: len(line.queues.broker.requests()["r"].chunks) == 2)
+        prefill.transport.go_on.set()
         answer = await line.answer("r")
-        await holds(lambda: line.num_entries("compressor") == 0)
     assert answer.completion.token_ids == first
-    assert answer.completion.finish_reason == ("length" if why == "max_tokens" else "stop")
+    assert answer.completion.finish_reason == "stop"
     assert answer.completion.text == ("" if why == "stop" else line.tokenizer.decode(first))
     line.assert_nothing_left()
 
 
-async def test_the_last_chunk_of_a_request_that_ends_with_token_0_is_not_sent(line: Line) -> None:
-    await line.submit("r", prompt_of(CHUNK_TOKENS), 1)
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+async def test_a_request_for_one_token_sends_no_chunk_at_all(line: Line, num_tokens: int) -> None:
+    message = await line.submit("r", prompt_of(num_tokens), 1)
     async with line.process("prefill") as prefill:
-        await line.answer("r")
+        answer = await line.answer("r")
+    assert answer.result == result_alone(line, message)
+    assert answer.completion.finish_reason == "length"
     assert [[type(e) for e in t.effects] for t, _ in prefill.transport.committed] == [[Emit, Finish]]
     line.assert_nothing_left()
 
@@ -172,17 +175,19 @@ async def test_chunks_of_a_request_that_has_gone_are_released(line: Line) -> Non
     line.assert_nothing_left()
 
 
-async def test_chunks_that_a_lost_lease_refuses_are_released_and_the_other_prefill_answers(line: Line) -> None:
+async def test_a_prefill_that_lost_its_lease_frees_its_chunk_and_the_other_one_answers(line: Line) -> None:
     message = await line.submit("r", prompt_of(2 * CHUNK_TOKENS + 1), 4)
-    async with line.process("prefill", hold=publishes) as slow, line.running("compressor", "decode"):
+    other = line.transport("other")
+    async with line.process("prefill", hold=publishes) as slow:
         await soon(slow.transport.holding.wait())
         line.clock.end_leases()
-        async with line.process("prefill"):
-            answer = await line.answer("r")
+        taken = await other.receive("prefill", 1, 1)
         slow.transport.go_on.set()
-        await holds(lambda: bool(slow.transport.committed))
-    assert Outcome.OK not in {outcome for _, outcome in slow.transport.committed}
-    assert answer.result == result_alone(line, message)
+        await holds(lambda: bool(slow.transport.committed) and not line.pool.names())
+        assert [outcome for _, outcome in slow.transport.committed] == [Outcome.FENCED]
+    await other.hand_back(taken)
+    async with line.running(*ALL):
+        assert (await line.answer("r")).result == result_alone(line, message)
     line.assert_nothing_left()
 
 
@@ -208,10 +213,7 @@ async def test_a_prefill_killed_in_mid_prompt_changes_nothing(line: Line) -> Non
 async def test_a_prompt_that_ended_every_prefill_fails_leaves_no_blob_and_others_are_served(line: Line) -> None:
     await line.submit("r", prompt_of(2 * CHUNK_TOKENS + 1), 4)
 
-    def token_0(transaction: Transaction) -> bool:
-        return any(isinstance(effect, Emit) for effect in transaction.effects)
-
-    async with line.running("compressor"), line.process("prefill", hold=token_0) as doomed:
+    async with line.running("compressor"), line.process("prefill", hold=emits) as doomed:
         await soon(doomed.transport.holding.wait())
         await holds(lambda: len(line.queues.broker.requests()["r"].chunks) == 2)
         await doomed.kill()
