@@ -20,6 +20,9 @@ class OutputFile:
         Raises:
             OSError: nothing can be written there; better now than after an hour's work.
         """
+        path = path.resolve()  # a link stays a link, and its target gets the lines
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(f"{path} is neither a file nor free: it would be replaced by one")
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self.num_lines = 0

@@ -16,7 +16,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 def configure_logs(stage: str, level: LogLevel = "info") -> None:
     """Set logging up for this process; call it once, from `__main__`."""
     renderers: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer()]
+        # Plain tracebacks: the pretty ones print local variables, and those hold prompts.
+        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if sys.stderr.isatty()
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )

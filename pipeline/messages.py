@@ -35,7 +35,7 @@ class Stamp(Message):
     """When a request passed a boundary, in epoch microseconds."""
 
     boundary: str
-    at_us: int
+    at_us: Annotated[int, Field(ge=0, lt=2**57)]  # a date that every language can write
 
 
 class Stamped(Message):
@@ -113,6 +113,7 @@ class PrefilledPrompt(WorkItem):
     max_tokens: Annotated[int, Field(ge=1)]
     num_chunks: Annotated[int, Field(ge=1)]
     chunk_tokens: Annotated[int, Field(ge=1)]
+    fingerprint: Digest
     speculate: bool = True
 
 

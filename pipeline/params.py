@@ -171,7 +171,7 @@ class SamplingParams(BaseModel):
     top_k: Annotated[int, BeforeValidator(_top_k)] = 0
     """0 is off."""
     min_p: Annotated[float, BeforeValidator(_number(0, 1))] = 0.0
-    repetition_penalty: Annotated[float, BeforeValidator(_number(0, 2, above_low=True))] = 1.0
+    repetition_penalty: Annotated[float, BeforeValidator(_number(0.01, 2))] = 1.0
     presence_penalty: Annotated[float, BeforeValidator(_number(-2, 2))] = 0.0
     frequency_penalty: Annotated[float, BeforeValidator(_number(-2, 2))] = 0.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias), _WITH_STRING_KEYS] = {}

@@ -76,8 +76,8 @@ class Settings(BaseSettings):
         int, Field(ge=0, le=64, description="Most tokens a drafter proposes per step; 0 turns it off.")
     ] = 4
     engine_threads: Annotated[
-        int, Field(ge=1, le=256, description="Threads of one engine; more than cores slows all down.")
-    ] = 2
+        int, Field(ge=1, le=256, description="Threads of one engine; all engines together: at most the cores.")
+    ] = 1
     default_max_tokens: Annotated[
         int, Field(ge=1, description="Output tokens of a request that does not say how many.")
     ] = 256

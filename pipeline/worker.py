@@ -146,7 +146,7 @@ class _Worker:
         failure = Failure(
             stage=self._stage.name,
             code=error.code,
-            message=error.message,
+            message=str(error),
             field=error.field,
             retryable=False,
         )

@@ -7,9 +7,12 @@ import asyncio
 from collections.abc import Mapping
 
 import msgpack
+import structlog
 
-from pipeline.errors import SluiceError
+from pipeline.errors import ServerError, SluiceError
 from pipeline.transport import Process, Transport
+
+log = structlog.get_logger("handshake")
 
 REGISTRATION_TTL_S = 15.0  # a killed process is forgotten after this
 _RENEWALS_PER_TTL = 3  # two may fail
@@ -52,7 +55,16 @@ class Registration:
                     raise FingerprintMismatch(part, ours, theirs[part], other)
 
     async def keep(self) -> None:
-        """Renew the registration until cancelled."""
+        """Renew the registration until cancelled; an unreachable server is tried again next time.
+
+        Raises:
+            FingerprintMismatch: While this registration had lapsed, a process that computes other bits came in.
+        """
         while True:
             await asyncio.sleep(REGISTRATION_TTL_S / _RENEWALS_PER_TTL)
-            await self._transport.register(self._stage, self._info, REGISTRATION_TTL_S)
+            try:
+                await self.announce()
+            except ServerError as error:
+                if not error.retryable:
+                    raise
+                log.warning("registration_not_renewed", problem=str(error))

@@ -22,7 +22,7 @@ async def serve(settings: Settings) -> None:
         FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool,
     ):
         async with stage_process("decode", settings, engine.fingerprint.parts(), pool.pool_id) as process:
-            admission = Admission(process.transport, engine, pool, tokenizer)
+            admission = Admission(process.transport, process.leases, engine, pool, tokenizer)
             stage = DecodeStage(
                 process.transport,
                 process.leases,

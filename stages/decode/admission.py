@@ -15,6 +15,7 @@ from kv_store.pool import FilePool
 from pipeline import wire
 from pipeline.clock import now_us
 from pipeline.errors import UnknownRequest
+from pipeline.leases import LeaseKeeper
 from pipeline.messages import Delta, Failure, PrefilledPrompt, SealedChunk, Stamp
 from pipeline.transport import Delivery, Effect, Outcome, Transaction, Transport
 from stages.common.chunking import chunks_of
@@ -39,8 +40,11 @@ _UNUSABLE = (KvStoreError, BlobMismatchError, PayloadSizeError)
 class Admission:
     """Turns deliveries into running requests."""
 
-    def __init__(self, transport: Transport, engine: Engine, pool: FilePool, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, transport: Transport, leases: LeaseKeeper, engine: Engine, pool: FilePool, tokenizer: Tokenizer
+    ) -> None:
         """Wire it up; it owns none of these."""
+        self._leases = leases
         self._transport = transport
         self._engine = engine
         self._pool = pool
@@ -52,12 +56,8 @@ class Admission:
         message = await open_delivery(self._transport, self._pool, delivery, PrefilledPrompt)
         if message is None:
             return None
-        effects: tuple[Effect, ...] = ()
-        wanted = pages_for(len(message.prompt_token_ids) + message.max_tokens)
-        if wanted > self._engine.cache.num_pages:  # it would wait for ever, and everybody else behind it
-            problem = f"needs {wanted} pages of KV cache, and a decode process has {self._engine.cache.num_pages}"
-            failure = Failure(stage="decode", code="kv_cache_too_small", message=problem, retryable=False)
-            effects = (fail(failure, message.stamps),)
+        failure = self._refusal(message)
+        effects: tuple[Effect, ...] = (fail(failure, message.stamps),) if failure is not None else ()
         # Without effects it only asks whether the request is still open, and ours.
         transaction = Transaction(delivery, message.request_id, message.attempt, effects, ack=bool(effects))
         [outcome] = await self._transport.commit([transaction])
@@ -65,6 +65,18 @@ class Admission:
             return message
         if outcome in (Outcome.OK, Outcome.GONE):
             await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
+        return None
+
+    def _refusal(self, message: PrefilledPrompt) -> Failure | None:
+        """Why this process can never go on with the request, if so."""
+        if message.fingerprint != self._format.fingerprint:
+            # It waited in the queue while the stack was restarted with another model, codec or build.
+            problem = "was begun by an engine that computes other bits than the one that runs now; send it again"
+            return Failure(stage="decode", code="fingerprint_mismatch", message=problem, retryable=True)
+        wanted = pages_for(len(message.prompt_token_ids) + message.max_tokens)
+        if wanted > self._engine.cache.num_pages:  # it would wait for ever, and everybody else behind it
+            problem = f"needs {wanted} pages of KV cache, and a decode process has {self._engine.cache.num_pages}"
+            return Failure(stage="decode", code="kv_cache_too_small", message=problem, retryable=False)
         return None
 
     async def admit(self, delivery: Delivery, message: PrefilledPrompt, pages: list[int]) -> DecodeRequest:
@@ -75,7 +87,7 @@ class Admission:
             output_token_ids = await self._emitted(message) or output_token_ids
         sequence = self._sequence(message, pages)
         chunk_stamps = await self._load(message, sequence)
-        await self._replay(sequence, output_token_ids)
+        await self._replay(sequence, output_token_ids, message.chunk_tokens)
         text = OutputText(self._tokenizer, message.params.stop)
         for token_id in output_token_ids:
             text.push(token_id)
@@ -151,11 +163,13 @@ class Admission:
             await self._engine.compute(
                 stepping.prefill_chunk, self._engine.model, self._engine.cache, sequence, chunk_tokens
             )
+            self._leases.progressed()
 
-    async def _replay(self, sequence: Sequence, output_token_ids: Tokens[int]) -> None:
+    async def _replay(self, sequence: Sequence, output_token_ids: Tokens[int], chunk_tokens: int) -> None:
         """Compute the KV of all emitted tokens but the newest, which the next step computes."""
         sequence.output_token_ids.extend(output_token_ids)
         if sequence.drafter is not None:
             sequence.drafter.extend(output_token_ids)
-        if len(output_token_ids) > 1:
-            await self._engine.compute(stepping.replay, self._engine.model, self._engine.cache, sequence)
+        while sequence.num_computed_tokens < sequence.num_tokens - 1:
+            await self._engine.compute(stepping.replay, self._engine.model, self._engine.cache, sequence, chunk_tokens)
+            self._leases.progressed()

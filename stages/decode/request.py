@@ -73,5 +73,5 @@ class DecodeRequest:
 
 
 def key_of(delivery: Delivery) -> str:
-    """Entry and claim: a request that comes back after a lost lease is another one."""
-    return f"{delivery.entry_id}:{delivery.nonce}"
+    """Stream, entry and claim: one receive gives all its entries one nonce, and streams number them independently."""
+    return f"{delivery.stream}:{delivery.entry_id}:{delivery.nonce}"

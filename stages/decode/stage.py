@@ -59,17 +59,15 @@ class DecodeStage:
             while not stopping.is_set():
                 if not await self._wait_until(lambda: len(self._running) < self._max_num_seqs):
                     continue
-                room = self._max_num_seqs - len(self._running)
-                deliveries = await self._transport.receive("decode", room, _BLOCK_S)
-                for delivery in deliveries:
+                # One at a time: what this process cannot begin at once is better begun by another.
+                for delivery in await self._transport.receive("decode", 1, _BLOCK_S):
                     self._leases.hold(delivery)
-                for delivery in deliveries:
-                    await self._admit(delivery)
+                    await self._admit(delivery, stopping)
         finally:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _admit(self, delivery: Delivery) -> None:
+    async def _admit(self, delivery: Delivery, stopping: asyncio.Event) -> None:
         message = await self._admission.open(delivery)
         if message is None:
             self._leases.drop(delivery)
@@ -77,7 +75,12 @@ class DecodeStage:
         num_tokens = len(message.prompt_token_ids) + message.max_tokens
         cache = self._engine.cache
         while not await self._wait_until(lambda: cache.can_allocate(num_tokens)):
-            pass  # one entry ahead: it keeps its lease, and nothing more is read until it fits
+            # One entry ahead: it keeps its lease, and nothing more is read until it fits.
+            if stopping.is_set():
+                await self._transport.hand_back([delivery])
+                self._leases.drop(delivery)
+            if not self._leases.holds(delivery):
+                return
         pages = cache.allocate(num_tokens)
         try:
             request = await self._admission.admit(delivery, message, pages)

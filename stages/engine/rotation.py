@@ -9,6 +9,8 @@ linear layer as in the paper: folded, they widen the spread of its columns, and 
 (docs/quality.md).
 """
 
+from typing import cast
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,7 +22,7 @@ def hadamard(size: int) -> Doubles:
     matrix: Doubles = np.ones((1, 1), np.float64)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return (matrix / np.sqrt(size)).astype(np.float64)
+    return cast("Doubles", matrix / np.sqrt(size))
 
 
 def cosine_transform(size: int) -> Doubles:
@@ -28,7 +30,7 @@ def cosine_transform(size: int) -> Doubles:
     index = np.arange(size)
     matrix = np.cos(np.pi * (2 * index[None, :] + 1) * index[:, None] / (2 * size)) * np.sqrt(2 / size)
     matrix[0] /= np.sqrt(2)
-    return matrix
+    return cast("Doubles", matrix)
 
 
 def mixing(size: int) -> Doubles:

@@ -92,8 +92,9 @@ def prefill_chunk(model: Model, cache: PagedKvCache, sequence: Sequence, num_tok
     return logits
 
 
-def replay(model: Model, cache: PagedKvCache, sequence: Sequence) -> None:
-    """Compute the KV of output tokens that were chosen elsewhere, all but the newest, in one pass."""
-    token_ids = sequence.output_token_ids[:-1]
+def replay(model: Model, cache: PagedKvCache, sequence: Sequence, num_tokens: int) -> None:
+    """Compute the KV of the next num_tokens output tokens that were chosen elsewhere, but not of the newest one."""
+    first = sequence.num_computed_tokens - len(sequence.prompt_token_ids)
+    token_ids = sequence.output_token_ids[first : min(first + num_tokens, len(sequence.output_token_ids) - 1)]
     model.logits(RowBatch.from_runs([Run(token_ids, sequence.num_computed_tokens, sequence.block_table, 0)]), cache)
     sequence.num_computed_tokens += len(token_ids)

@@ -48,11 +48,19 @@ class Handover:
             raise InvalidValue(
                 "kv_pool_bytes", pool.quota_bytes, f"at least {self.room_bytes} for chunks of {chunk_tokens} tokens"
             )
+        self._chunk_tokens = chunk_tokens
         self._engine = engine
         self._pool = pool
         self._seal = seal
         self._compression: Compression = compression
         self.format = KvFormat(engine.config.kv_layout, engine.codec, engine.fingerprint.digest())
+
+    def bytes_for(self, num_prompt_tokens: int) -> int:
+        """Most bytes of the pool that a prompt takes at a time: all of it sealed, and its last chunk raw as well."""
+        layout, codec = self._engine.config.kv_layout, self._engine.codec
+        num_chunks = -(-num_prompt_tokens // self._chunk_tokens)
+        sealed_bytes = num_chunks * HEADER_BYTES + packed_bytes(layout, codec, num_prompt_tokens)
+        return max(sealed_bytes, self.room_bytes) if self._seal else sealed_bytes + self.room_bytes
 
     async def effect(self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId) -> tuple[Effect, BlobRef]:
         """Write the chunk's blob; returns the effect that makes it known, and its reference.

@@ -15,6 +15,7 @@ from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
 from pipeline.clock import now_us
+from pipeline.errors import ServerError
 from pipeline.keys import PRIORITIES
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import Failure, PrefilledPrompt, TokenizedPrompt
@@ -78,15 +79,23 @@ class PrefillStage:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set."""
         while not stopping.is_set():
-            if not await self._has_room():
-                await asyncio.sleep(_ROOM_POLL_S)
-                continue
-            for delivery in await self._transport.receive("prefill", 1, _BLOCK_S):
-                self._leases.hold(delivery)
-                try:
-                    await self._serve(delivery)
-                finally:
-                    self._leases.drop(delivery)
+            try:
+                await self._serve_next(stopping)
+            except ServerError as error:
+                if not error.retryable:
+                    raise
+                log.warning("server_lost", problem=str(error))  # leases run out, entries come again
+
+    async def _serve_next(self, stopping: asyncio.Event) -> None:
+        if not await self._has_room():
+            await asyncio.sleep(_ROOM_POLL_S)
+            return
+        for delivery in await self._transport.receive("prefill", 1, _BLOCK_S):
+            self._leases.hold(delivery)
+            try:
+                await self._serve(delivery, stopping)
+            finally:
+                self._leases.drop(delivery)
 
     async def _has_room(self) -> bool:
         """Whether decode has caught up and the pool could take another chunk."""
@@ -94,9 +103,11 @@ class PrefillStage:
         room = self._pool.free_bytes() >= self._handover.room_bytes
         return room and sum(lengths) < self._limits.max_decode_queue
 
-    async def _serve(self, delivery: Delivery) -> None:
+    async def _serve(self, delivery: Delivery, stopping: asyncio.Event) -> None:
         opened = await open_delivery(self._transport, self._pool, delivery, TokenizedPrompt)
-        if opened is None:
+        if opened is None or not await self._is_open(delivery, opened):
+            return
+        if opened.max_tokens > 1 and not await self._wait_for_pool(delivery, opened, stopping):
             return
         message = opened.stamped("prefill_claimed", now_us())
         sequence = self._sequence(message)
@@ -110,6 +121,29 @@ class PrefillStage:
             await self._commit(delivery, message, effects, ack=True)
         finally:
             self._engine.cache.free(sequence.block_table)
+
+    async def _is_open(self, delivery: Delivery, message: TokenizedPrompt) -> bool:
+        """Whether anybody still wants it, before it takes long to compute; a transaction without effects only asks."""
+        question = Transaction(delivery, message.request_id, message.attempt, (), ack=False)
+        return await self._transport.commit([question]) == [Outcome.OK]
+
+    async def _wait_for_pool(self, delivery: Delivery, message: TokenizedPrompt, stopping: asyncio.Event) -> bool:
+        """Wait until the pool has room for the whole prompt: half a prompt in a full pool helps nobody."""
+        needed = self._handover.bytes_for(len(message.prompt_token_ids))
+        if needed > self._pool.quota_bytes:
+            problem = f"the KV of its prompt takes {needed} bytes, and the pool has {self._pool.quota_bytes}"
+            failure = Failure(stage="prefill", code="kv_pool_too_small", message=problem, retryable=False)
+            await self._commit(delivery, message, (fail(failure, message.stamps),), ack=True)
+            return False
+        while self._pool.free_bytes() < needed:
+            if stopping.is_set():
+                await self._transport.hand_back([delivery])
+                return False
+            if not self._leases.holds(delivery):
+                return False
+            self._leases.progressed()  # waiting for others is no hang
+            await asyncio.sleep(_ROOM_POLL_S)
+        return True
 
     def _sequence(self, message: TokenizedPrompt) -> Sequence:
         return Sequence(
@@ -191,6 +225,7 @@ class PrefillStage:
             max_tokens=message.max_tokens,
             num_chunks=num_chunks,
             chunk_tokens=self._limits.chunk_tokens,
+            fingerprint=self._handover.format.fingerprint,
             speculate=message.speculate,
             stamps=message.stamps,
         )
@@ -212,7 +247,8 @@ class PrefillStage:
     ) -> None:
         transaction = Transaction(delivery, message.request_id, message.attempt, effects, ack)
         [outcome] = await self._transport.commit([transaction])
-        if outcome is not Outcome.OK and ref is not None:
+        # ALREADY may be the answer to a commit that was sent again: then the blob is in use.
+        if outcome not in (Outcome.OK, Outcome.ALREADY) and ref is not None:
             await self._handover.discard(ref)
         finished = outcome is Outcome.OK and any(isinstance(effect, Finish) for effect in effects)
         if finished or outcome is Outcome.GONE:  # chunks that were sealed already have lost their reader

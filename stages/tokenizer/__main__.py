@@ -25,6 +25,7 @@ async def serve(settings: Settings) -> None:
         max_model_len=min(settings.max_model_len or trained_len, trained_len),
         default_max_tokens=settings.default_max_tokens,
         vocab_size=len(vocabulary.tokens),
+        longest_token_bytes=max(len(token.encode()) for token in vocabulary.tokens),
     )
     # A model without a template, or with a bad one, can still continue plain prompts.
     template = cache(lambda: ChatTemplate.of(vocabulary))

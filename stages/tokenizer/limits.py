@@ -14,11 +14,24 @@ class RequestLimits:
         max_model_len: Tokens of prompt and output together.
         default_max_tokens: Output tokens of a request that does not say how many.
         vocab_size: Token ids are below it.
+        longest_token_bytes: No token spells more.
     """
 
     max_model_len: int
     default_max_tokens: int
     vocab_size: int
+    longest_token_bytes: int
+
+    def check_length(self, field: str, num_bytes: int) -> None:
+        """Refuse what cannot fit however well it tokenises, before an encoder is busy with it for seconds.
+
+        Raises:
+            InvalidRequest: The text is longer than max_model_len of the longest tokens.
+        """
+        if num_bytes > self.max_model_len * self.longest_token_bytes:
+            raise InvalidRequest(
+                field, f"has {num_bytes} bytes of text; at most {self.max_model_len - 1} tokens fit, which is far less"
+            )
 
     def max_tokens(self, field: str, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Output tokens the request may have; `field` is what the user called its prompt.

@@ -58,6 +58,8 @@ class TokenizerStage:
         if request.model != self._model:
             raise InvalidRequest("model", f"is {request.model!r}; this stack serves {self._model!r}")
         field = "prompt" if request.messages is None else "messages"
+        texts = [request.prompt] if request.prompt is not None else [turn.content for turn in request.messages or ()]
+        self._limits.check_length(field, sum(len(text.encode(errors="surrogatepass")) for text in texts))
         try:
             prompt_token_ids = self._encode(request)
         except TextError as error:

@@ -24,7 +24,7 @@ from pipeline.params import parse_params
 from pipeline.settings import PREFIX, Settings
 
 DEADLINE_S = 60.0  # starting a process imports torch, on a machine that may be busy
-POLL_S = 0.01
+POLL_S = 0.001
 QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.2)
 
 

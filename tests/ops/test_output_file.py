@@ -51,3 +51,21 @@ def test_mode_follows_the_umask(tmp_path: Path) -> None:
 def test_directory_in_the_way_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="is a directory"):
         OutputFile(tmp_path)
+
+
+def test_a_link_stays_a_link_and_its_target_gets_the_lines(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    target.write_text("old\n")
+    link.symlink_to(target)
+    with OutputFile(link) as output:
+        output.write(b"new\n")
+    assert link.is_symlink()
+    assert target.read_text() == "new\n"
+
+
+def test_what_is_not_a_file_is_never_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="neither a file nor free"):
+        OutputFile(pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)

@@ -26,7 +26,7 @@ REFUSALS = [
     ({"top_k": -2}, "top_k: must be 0 or -1 (off), or between 1 and 2147483647, got -2"),
     ({"top_k": 1.0}, "top_k: must be an integer, got 1.0"),
     ({"min_p": 2}, "min_p: must be between 0 and 1, got 2"),
-    ({"repetition_penalty": 0}, "repetition_penalty: must be greater than 0 and at most 2, got 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty: must be between 0.01 and 2, got 0"),
     ({"presence_penalty": 2.5}, "presence_penalty: must be between -2 and 2, got 2.5"),
     ({"frequency_penalty": -2.5}, "frequency_penalty: must be between -2 and 2, got -2.5"),
     ({"seed": -1}, "seed: must be between 0 and 9223372036854775807, got -1"),

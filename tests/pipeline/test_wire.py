@@ -52,6 +52,7 @@ MESSAGES: list[Message] = [
         max_tokens=9,
         num_chunks=20,
         chunk_tokens=256,
+        fingerprint=bytes(32),
     ),
     SealedChunk(stamps=STAMPS, chunk_index=3, ref=REF, content_address=bytes(32)),
     Delta(

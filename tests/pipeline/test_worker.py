@@ -140,7 +140,7 @@ async def test_a_wrong_request_fails_without_a_dead_letter(bench: Bench) -> None
     await transport.admit("r", "batch", work("r"))
     async with working(stage, transport):
         failure = await failure_of(transport, "r")
-    assert (failure.code, failure.field, failure.message) == ("invalid_request", "prompt", "is too long")
+    assert (failure.code, failure.field, failure.message) == ("invalid_request", "prompt", "prompt: is too long")
     assert await bench.dead_letters("tokenizer") == []
     assert stage.outcomes == [Outcome.OK]
 

@@ -73,7 +73,7 @@ class Answer:
 
 
 class WatchedTransport(MemoryTransport):
-    """Counts looks at queues, notes commits, and can hold a commit back until told to go on."""
+    """Counts looks at queues, notes commits that write, and can hold one of these back until told to go on."""
 
     def __init__(
         self, queues: MemoryQueues, options: TransportOptions, hold: Callable[[Transaction], bool] | None = None
@@ -90,11 +90,12 @@ class WatchedTransport(MemoryTransport):
         return await super().queue_length(stage, priority)
 
     async def commit(self, transactions: Sequence[Transaction]) -> list[Outcome]:
-        if self._hold is not None and any(map(self._hold, transactions)):
+        writing = [transaction for transaction in transactions if transaction.effects]
+        if self._hold is not None and any(map(self._hold, writing)):
             self.holding.set()
             await soon(self.go_on.wait())
         outcomes = await super().commit(transactions)
-        self.committed += zip(transactions, outcomes, strict=True)
+        self.committed += [pair for pair in zip(transactions, outcomes, strict=True) if pair[0].effects]
         return outcomes
 
 
@@ -264,7 +265,7 @@ class Line:
         self, transport: WatchedTransport, leases: LeaseKeeper, engine: Engine | None, stopping: asyncio.Event
     ) -> None:
         assert engine is not None
-        admission = Admission(transport, engine, self.pool, self.tokenizer)
+        admission = Admission(transport, leases, engine, self.pool, self.tokenizer)
         stage = DecodeStage(transport, leases, engine, admission, self.max_num_seqs, self.num_speculative_tokens)
         await stage.run(stopping)
 

@@ -121,12 +121,12 @@ async def test_a_request_that_was_taken_back_is_not_taken_over(line: Line) -> No
     await line.transport("crashing").receive("decode", 1, 1)
     line.clock.end_leases()
     line.forget("r")
-    async with line.process("decode") as decode:
-        await holds(lambda: line.num_entries("decode") == 0)
-        message = await line.submit("s", prompt_of(5), 3)
-        async with line.running("prefill", "compressor"):
+    message = await line.submit("s", prompt_of(5), 3)
+    with capture_logs() as logs:
+        async with line.running("prefill", "compressor", "decode"):
             assert (await line.answer("s")).result == result_alone(line, message)
-    assert not decode.task.cancelled()
+            await holds(lambda: line.num_entries("decode") == 0)
+    assert "kv_recomputed" not in [entry["event"] for entry in logs]
     line.assert_nothing_left()
 
 

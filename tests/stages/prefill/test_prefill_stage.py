@@ -148,17 +148,30 @@ async def test_prefill_pauses_while_the_pool_is_full(line: Line) -> None:
         await holds(lambda: plan_of(line, "r") is not None)
 
 
-async def test_a_pool_that_stays_full_fails_the_request_so_that_it_can_be_tried_again(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "POOL_WAIT_S", 0.05)
+async def test_a_prompt_that_the_pool_could_never_hold_fails_at_once(line: Line) -> None:
     with line.engine(1) as engine:
         page = sum(buffer.nbytes for buffer in engine.cache.page(0).buffers())
     line.pool.quota_bytes = 2 * page + page // 2
     await line.submit("r", prompt_of(4 * CHUNK_TOKENS), 4)
     async with line.running("prefill"):
         answer = await line.answer("r")
+    assert (answer.failure.code, answer.failure.retryable) == ("kv_pool_too_small", False)
+    line.assert_nothing_left()
+
+
+async def test_a_pool_that_stays_full_fails_the_request_so_that_it_can_be_tried_again(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may fill it after a prompt has begun."""
+    monkeypatch.setattr(handover, "POOL_WAIT_S", 0.05)
+    await line.submit("r", prompt_of(4 * CHUNK_TOKENS), 4)
+    async with line.process("prefill", hold=publishes) as prefill:
+        await soon(prefill.transport.holding.wait())
+        ballast = line.fill_pool()
+        prefill.transport.go_on.set()
+        answer = await line.answer("r")
     assert (answer.failure.stage, answer.failure.code, answer.failure.retryable) == ("prefill", "kv_pool_full", True)
+    line.pool.release(ballast.name)
     async with line.running("compressor"):
         await holds(lambda: line.num_entries("compressor") == 0)
     line.assert_nothing_left()

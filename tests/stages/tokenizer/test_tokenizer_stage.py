@@ -43,7 +43,7 @@ class Door:
     async def open(self) -> AsyncIterator[None]:
         """Run the stage."""
         vocab_size = len(self.tokenizer.vocabulary.tokens)
-        limits = RequestLimits(self.max_model_len, DEFAULT_MAX_TOKENS, vocab_size)
+        limits = RequestLimits(self.max_model_len, DEFAULT_MAX_TOKENS, vocab_size, longest_token_bytes=64)
         stage = TokenizerStage("tiny", self.tokenizer, self.template, limits)
         transport, stopping = MemoryTransport(self.queues, TransportOptions("tokenizer")), asyncio.Event()
         task = asyncio.create_task(run_worker(stage, transport, LeaseKeeper(transport, LEASE_S), stopping))
@@ -141,7 +141,7 @@ async def test_a_prompt_that_leaves_room_for_one_token_passes(door: Door) -> Non
 async def test_a_prompt_that_leaves_no_room_is_refused(door: Door) -> None:
     failure = await door.refused(prompt=words(MAX_MODEL_LEN))
     assert failure.field == "prompt"
-    assert failure.message == "has 40 tokens; at most 39 fit, with one left for the output"
+    assert failure.message == "prompt: has 40 tokens; at most 39 fit, with one left for the output"
 
 
 async def test_prompt_and_output_may_fill_the_model_exactly(door: Door) -> None:
@@ -152,7 +152,7 @@ async def test_prompt_and_output_may_fill_the_model_exactly(door: Door) -> None:
 async def test_more_output_than_there_is_room_for_is_refused(door: Door) -> None:
     failure = await door.refused(prompt=words(30), max_tokens=11)
     assert failure.field == "max_tokens"
-    assert failure.message == "is 11, but after a prompt of 30 tokens only 10 of 40 are left"
+    assert failure.message == "max_tokens: is 11, but after a prompt of 30 tokens only 10 of 40 are left"
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "expected"), [(5, DEFAULT_MAX_TOKENS), (30, 10)])
