@@ -30,13 +30,13 @@ def cosine_transform(size: int) -> Doubles:
     index = np.arange(size)
     matrix = np.cos(np.pi * (2 * index[None, :] + 1) * index[:, None] / (2 * size)) * np.sqrt(2 / size)
     matrix[0] /= np.sqrt(2)
-    return cast("Doubles", matrix)
+    return matrix
 
 
 def mixing(size: int) -> Doubles:
     """Dense orthogonal matrix of any size: [size, size]."""
     even = power_of_two_factor(size)
-    return np.kron(cosine_transform(size // even), hadamard(even))
+    return cast("Doubles", np.kron(cosine_transform(size // even), hadamard(even)))
 
 
 def power_of_two_factor(size: int) -> int:
