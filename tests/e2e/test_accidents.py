@@ -112,7 +112,7 @@ async def test_all_stages_killed_at_once_lose_no_request(stack: Stack) -> None:
 async def test_a_process_that_would_compute_other_bits_refuses_to_start(
     stack: Stack, tiny_models: tuple[Path, Path]
 ) -> None:
-    others = {"codec": {"SLUICE_KV_CODEC": "int8"}, "model": {"SLUICE_MODEL": str(tiny_models[1])}}
+    others = {"codec": {"SLUICE_KV_CODEC": "raw"}, "model": {"SLUICE_MODEL": str(tiny_models[1])}}
     processes = {
         part: await asyncio.create_subprocess_exec(
             sys.executable,
