@@ -15,7 +15,8 @@ def caches(pytestconfig: pytest.Config) -> Path:
     directory = pytestconfig.cache.mkdir("sluice-stacks")
     compiled = os.environ.get("NUMBA_CACHE_DIR")
     if compiled and not (directory / "numba").exists():
-        (directory / "numba").symlink_to(compiled)
+        # A home keeps a directory per state of the kernels' sources (kernel_cache.py); this one is of today's.
+        (directory / "numba").symlink_to(Path(compiled).parent)
     return directory.absolute()
 
 
