@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from tests.servers import running_valkey
 # Before any test imports numba, which reads it once: the kernels that `make setup` compiled for this home.
 HOME = Path(os.environ.get("SLUICE_HOME", "~/.sluice")).expanduser()
 os.environ.setdefault("NUMBA_CACHE_DIR", str(kernel_cache(HOME)))
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that: tests that press Ctrl-C would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
