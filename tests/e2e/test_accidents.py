@@ -149,6 +149,8 @@ async def test_two_homes_at_once_do_not_meet(stack: Stack, caches: Path, tiny_mo
         assert [len(set(results)) for results in alternating] == [1, 1]
         assert alternating[0][0].token_ids != alternating[1][0].token_ids
         assert other.settings.redis_url != stack.settings.redis_url
-        for one in (stack, other):
+        for one, another in ((stack, other), (other, stack)):
+            # Those killed by the tests before are registered until that runs out.
             registered = {process.consumer.split(":")[-2] for process in await one.transport.processes()}
-            assert registered == {str(pid) for pid in pids_of(one).values()}
+            assert registered >= {str(pid) for pid in pids_of(one).values()}
+            assert registered.isdisjoint({str(pid) for pid in pids_of(another).values()})
