@@ -5,9 +5,10 @@ The composition root's other half: `__main__` builds what is particular to a sta
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -63,12 +64,12 @@ async def stage_process(
         await transport.close()
 
 
-def run_stage(stage: str, serve: Callable[[Settings], Awaitable[None]]) -> None:
+def run_stage(stage: str, serve: Callable[[Settings], Coroutine[Any, Any, None]]) -> None:
     """Read the settings, serve until stopped, and explain an end that the operator can mend."""
     try:
         settings = load_settings()
         configure_logs(stage, settings.log_level)
-        asyncio.run(_as_coroutine(serve, settings))
+        asyncio.run(serve(settings))
     except* _EXPLAINED as group:  # plain, or as a task group wraps it
         error = _first_of(group)
         structlog.get_logger(stage).error("stage_failed", reason=str(error), code=type(error).__name__)
@@ -79,7 +80,3 @@ def _first_of(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-async def _as_coroutine(serve: Callable[[Settings], Awaitable[None]], settings: Settings) -> None:
-    await serve(settings)
