@@ -14,8 +14,8 @@ from rich import box
 from rich.table import Table
 
 from ops.session import Answer
-from pipeline.batch_lines import BatchLineError
-from pipeline.batch_results import Completion
+from pipeline.batch.lines import BatchLineError
+from pipeline.batch.results import Completion
 
 MAX_ROWS = 500  # what a person may still scroll through
 MAX_ERRORS = 100  # in the summary object; the output file has all of them

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
-from pipeline.batch_results import Completion, outcome_of
+from pipeline.batch.results import Completion, outcome_of
 from pipeline.clock import Monotonic, monotonic_s, now_us
 from pipeline.errors import ServerUnreachable, SluiceError
 from pipeline.keys import Priority

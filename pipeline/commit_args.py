@@ -48,7 +48,8 @@ class CommitArgs:
             case Emit(delta, first_index, num_tokens):
                 self.args += ["emit", delta, first_index, num_tokens]
             case Finish(terminal, state):
-                self.args += ["finish", terminal, state]
+                self.keys.append(self._names.finished())
+                self.args += ["finish", transaction.request_id, terminal, state]
             case AddChunk(index, ref):
                 self._add_decode_streams()
                 self.args += ["chunk", index, ref]

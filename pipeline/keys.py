@@ -10,11 +10,18 @@ Owns key names, stage names and limits. Knows nothing about values: a key is bui
     {ns}:res:{id}      stream  deltas `0-<tokens so far>`, terminal `1-0`         TTL likewise
     {ns}:chunks:{id}:{attempt}   hash  chunk index -> sealed chunk   deleted with the terminal entry
     {ns}:dead:{stage}  stream  what could not be processed           bounded, TTL
+    {ns}:finished      stream  terminal entries of the last requests bounded, TTL
+    {ns}:samples       stream  queue lengths and KV bytes over time  bounded, TTL
+    {ns}:batches       zset  ids of batches by time of creation      each leaves when its record expires
+    {ns}:batch:{id}    hash  record of a batch                       TTL from its end on
+    {ns}:batch:{id}:done   stream  its lines that ended and wait to be collected   deleted at its end
+    {ns}:arq           zset  arq's queue of job steps; {ns}:arq:* is what arq keeps beside it
     {ns}:proc:{stage}:{consumer}   a running process                 TTL, renewed by its owner
     {ns}:procs         set  the names of those processes             TTL, renewed likewise
 
-What has no TTL is work in progress: the work streams with their two hashes, and the state of requests
-that have not ended. The streams stay when they are empty, everything else goes away.
+What has no TTL is work in progress: the work streams with their two hashes, the state of requests that have
+not ended, batches that have not ended, and lines of a batch that were not collected yet. The streams stay when
+they are empty, everything else goes away.
 """
 
 from dataclasses import dataclass
@@ -38,6 +45,9 @@ MAX_QUEUE = 10_000  # per priority and between the door and prefill: about 100 M
 ADMIT_RETRY_S = 2.0  # a full queue of any length has moved by then
 MAX_DEAD = 1_000  # dead letters kept per stage; approximate, the oldest go first
 DEAD_TTL_S = 7 * 24 * 3600  # someone looks within a week
+MAX_FINISHED = 1_000  # enough for a trace of the last minutes; approximate, the oldest go first
+MAX_SAMPLES = 7_200  # half an hour at the sampler's fastest; approximate
+BATCH_TTL_S = 24 * 3600  # a finished batch can be asked about for a day
 PROC_INDEX_TTL_S = 3600  # longer than any registration lives
 HANDBACK = "handback"
 """The consumer that handed-back entries belong to until somebody takes them."""
@@ -81,11 +91,39 @@ class Keys:
 
     def chunks(self, request_id: str, attempt: int) -> str:
         """Return the hash with the sealed chunks of one attempt."""
-        return f"{self.namespace}:chunks:{request_id}:{attempt}"
+        return f"{self.chunks_prefix(request_id)}{attempt}"
 
     def dead(self, stage: str) -> str:
         """Return the stream of a stage's dead letters."""
         return f"{self.namespace}:dead:{stage}"
+
+    def chunks_prefix(self, request_id: str) -> str:
+        """Return what the names of a request's chunk hashes have in common; an attempt follows."""
+        return f"{self.namespace}:chunks:{request_id}:"
+
+    def finished(self) -> str:
+        """Return the log of terminal entries."""
+        return f"{self.namespace}:finished"
+
+    def samples(self) -> str:
+        """Return the log of what queues and pool held."""
+        return f"{self.namespace}:samples"
+
+    def batches(self) -> str:
+        """Return the index of batches."""
+        return f"{self.namespace}:batches"
+
+    def batch(self, batch_id: str) -> str:
+        """Return the record of a batch."""
+        return f"{self.namespace}:batch:{batch_id}"
+
+    def batch_done(self, batch_id: str) -> str:
+        """Return the stream of a batch's lines that have ended."""
+        return f"{self.namespace}:batch:{batch_id}:done"
+
+    def arq(self) -> str:
+        """Return arq's queue; its other keys begin with this name and a colon."""
+        return f"{self.namespace}:arq"
 
     def process(self, stage: str, consumer: str) -> str:
         """Return the registration of one process."""

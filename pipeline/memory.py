@@ -12,11 +12,14 @@ from pipeline.errors import UnknownRequest
 from pipeline.keys import ADMIT_RETRY_S, SWEEPS_PER_LEASE, Keys, Priority
 from pipeline.memory_broker import MemoryBroker
 from pipeline.transport import (
+    END_STATES,
     Accepted,
     Admission,
     Busy,
     Delivery,
     Exists,
+    Finish,
+    FinishedRequest,
     Outcome,
     Process,
     ResultEntry,
@@ -59,6 +62,21 @@ class MemoryTransport:
         self._broker.append("tokenizer", priority, None, payload)
         await self._notify()
         return Accepted()
+
+    async def cancel(self, request_id: str, terminal: bytes) -> bool:
+        """End a request now, whoever works on it; False where it had ended already."""
+        request = self._broker.request(request_id)
+        if request is None:
+            raise UnknownRequest(request_id)
+        if request.state in END_STATES:
+            return False
+        self._broker.end_request(request_id, request, Finish(terminal, "cancelled"), self._options)
+        await self._notify()
+        return True
+
+    async def finished(self, num: int) -> list[FinishedRequest]:
+        """Return the last requests that ended, oldest first."""
+        return list(self._broker.finished)[-num:]
 
     async def receive(self, stage: str, max_items: int, block_s: float) -> list[Delivery]:
         """Take up to max_items entries: interactive before batch, given-up ones before new ones."""

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pipeline.clock import Monotonic
-from pipeline.keys import MAX_DEAD, PRIORITIES, Keys, Priority
+from pipeline.keys import MAX_DEAD, MAX_FINISHED, PRIORITIES, Keys, Priority
 from pipeline.transport import (
     END_STATES,
     AddChunk,
@@ -17,6 +17,7 @@ from pipeline.transport import (
     Delivery,
     Emit,
     Finish,
+    FinishedRequest,
     Outcome,
     Plan,
     Publish,
@@ -68,6 +69,7 @@ class MemoryBroker:
         self.streams: dict[str, dict[str, Entry]] = {}
         self._requests: dict[str, Request] = {}
         self.dead: dict[str, deque[Dead]] = {}
+        self.finished: deque[FinishedRequest] = deque(maxlen=MAX_FINISHED)
         self.registrations: dict[tuple[str, str], tuple[bytes, float]] = {}
         self._num_entries = 0
 
@@ -165,10 +167,8 @@ class MemoryBroker:
                     request.num_tokens += num_tokens
                     request.results.append(ResultEntry(request.num_tokens, delta))
                     self.streams[transaction.delivery.stream][transaction.delivery.entry_id].tries = 1
-                case Finish(terminal, state):
-                    request.results.append(ResultEntry(None, terminal))
-                    request.state, request.plan, request.chunks = state, None, {}
-                    request.expires_at = self.monotonic() + options.result_ttl_s
+                case Finish():
+                    self.end_request(transaction.request_id, request, effect, options)
                 case AddChunk(index, ref):
                     if request.chunks.setdefault(index, ref) != ref:
                         outcome = Outcome.DUPLICATE
@@ -179,6 +179,13 @@ class MemoryBroker:
                 case DeadLetter(reason):
                     self.bury(transaction.delivery, reason)
         return outcome
+
+    def end_request(self, request_id: str, request: Request, end: Finish, options: TransportOptions) -> None:
+        """Write the terminal entry; from now on the request is only to be read."""
+        request.results.append(ResultEntry(None, end.terminal))
+        request.state, request.plan, request.chunks = end.state, None, {}
+        request.expires_at = self.monotonic() + options.result_ttl_s
+        self.finished.append(FinishedRequest(request_id, end.terminal))
 
     def _join(self, request: Request, options: TransportOptions) -> None:
         plan = request.plan

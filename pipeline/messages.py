@@ -32,10 +32,11 @@ class Message(BaseModel):
 
 
 class Stamp(Message):
-    """When a request passed a boundary, in epoch microseconds."""
+    """When a request passed a boundary, in epoch microseconds; `by` names the process, where that matters."""
 
     boundary: str
     at_us: Annotated[int, Field(ge=0, lt=2**57)]  # a date that every language can write
+    by: str | None = None
 
 
 class Stamped(Message):
@@ -43,9 +44,9 @@ class Stamped(Message):
 
     stamps: tuple[Stamp, ...] = ()
 
-    def stamped(self, boundary: str, at_us: int) -> Self:
+    def stamped(self, boundary: str, at_us: int, by: str | None = None) -> Self:
         """Return a copy with one more stamp."""
-        stamps = (*self.stamps, Stamp(boundary=boundary, at_us=at_us))
+        stamps = (*self.stamps, Stamp(boundary=boundary, at_us=at_us, by=by))
         return self.model_copy(update={"stamps": stamps})
 
 

@@ -11,6 +11,7 @@ is cancelled there would go on for ever.
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar, cast
@@ -28,6 +29,8 @@ MAX_PAUSE_S = 1.0  # a restarting server is found within a second
 
 # A server that reads its files after a restart answers soon: BusyLoadingError is one of the first kind.
 LOST = (redis_errors.ConnectionError, redis_errors.TimeoutError, OSError)
+
+_INCLUDE = re.compile(r"^-- include: (\w+\.lua)\n", re.MULTILINE)
 
 Arg = str | bytes | int | float
 T = TypeVar("T")
@@ -122,7 +125,10 @@ async def read_stream(readers: Redis, after: Mapping[str, str | bytes], count: i
 
 
 def script_source(name: str) -> str:
-    """Return the text of a script with its include in place; reads the file."""
+    """Return the text of a script with its includes in place; reads the files."""
     folder = files("pipeline") / "scripts"
-    source = (folder / f"{name}.lua").read_text(encoding="utf-8")
-    return source.replace("-- include: held.lua\n", (folder / "held.lua").read_text(encoding="utf-8"))
+
+    def text(file: str) -> str:
+        return (folder / file).read_text(encoding="utf-8")
+
+    return _INCLUDE.sub(lambda line: text(line[1]), text(f"{name}.lua"))

@@ -21,6 +21,7 @@ from pipeline.keys import (
     DEAD_TTL_S,
     HANDBACK,
     MAX_DEAD,
+    MAX_FINISHED,
     PROC_INDEX_TTL_S,
     Keys,
     Priority,
@@ -33,6 +34,7 @@ from pipeline.transport import (
     Busy,
     Delivery,
     Exists,
+    FinishedRequest,
     Outcome,
     Process,
     ResultEntry,
@@ -86,6 +88,21 @@ class RedisStreams:
             return Busy(ADMIT_RETRY_S)
         return {b"accepted": Accepted(), b"exists": Exists(), b"busy": Busy(ADMIT_RETRY_S)}[reply]
 
+    async def cancel(self, request_id: str, terminal: bytes) -> bool:
+        """End a request now, whoever works on it; False where it had ended already."""
+        keys = [self._keys.request(request_id), self._keys.results(request_id), self._keys.finished()]
+        args = [request_id, self._keys.chunks_prefix(request_id), terminal, self._options.result_ttl_s, MAX_FINISHED]
+        reply: bytes = await self._calls.script("cancel", keys, args)
+        if reply == b"unknown":
+            raise UnknownRequest(request_id)
+        return reply == b"cancelled"
+
+    async def finished(self, num: int) -> list[FinishedRequest]:
+        """Return the last requests that ended, oldest first."""
+        reply = await self._command("XREVRANGE", self._keys.finished(), "+", "-", "COUNT", num)
+        entries = cast("list[tuple[bytes, dict[bytes, bytes]]]", reply)
+        return [FinishedRequest(fields[b"id"].decode(), fields[b"p"]) for _, fields in reversed(entries)]
+
     async def receive(self, stage: str, max_items: int, block_s: float) -> list[Delivery]:
         """Take up to max_items entries: interactive before batch, given-up ones before new ones."""
         if stage not in self._receivers:
@@ -109,7 +126,7 @@ class RedisStreams:
             return []
         arguments = CommitArgs(self._keys, self._options.pool_id)
         arguments.args += [self.consumer, secrets.token_hex(8), self._options.result_ttl_s]
-        arguments.args += [MAX_DEAD, DEAD_TTL_S]
+        arguments.args += [MAX_DEAD, DEAD_TTL_S, MAX_FINISHED]
         arguments.add_all(transactions)
         reply: list[bytes] = await self._calls.script("commit", arguments.keys, arguments.args)
         words = [word.decode(errors="replace") for word in reply]

@@ -175,6 +175,14 @@ class ResultEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """One entry of the log of finished requests."""
+
+    request_id: str
+    terminal: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Process:
     """A registered process."""
 
@@ -205,6 +213,20 @@ class Transport(Protocol):
 
     async def admit(self, request_id: str, priority: Priority, payload: bytes) -> Admission:
         """Accept a request: create its state and give it to the tokenizer, in one step."""
+        ...
+
+    async def cancel(self, request_id: str, terminal: bytes) -> bool:
+        """End a request now, whoever works on it; False where it had ended already.
+
+        Whatever a stage still does for it is refused as GONE at its next commit, with all it holds.
+
+        Raises:
+            UnknownRequest: there is no such request.
+        """
+        ...
+
+    async def finished(self, num: int) -> list[FinishedRequest]:
+        """Return the last requests that ended, oldest first; the log keeps about MAX_FINISHED."""
         ...
 
     async def receive(self, stage: str, max_items: int, block_s: float) -> list[Delivery]:

@@ -12,7 +12,7 @@ import typer
 from ops.commands.common import EXIT_FAILED, ModelOption, command_settings, complain, execute
 from ops.session import Answer, NewRequest
 from ops.stack import choose_stack
-from pipeline.batch_results import Completion
+from pipeline.batch.results import Completion
 from pipeline.errors import InvalidRequest
 from pipeline.messages import ChatMessage, Delta
 from pipeline.params import is_unicode, parse_params

@@ -28,8 +28,8 @@ from ops.report import RunReport
 from ops.session import Answer, NewRequest, Session
 from ops.stack import choose_stack
 from ops.token_names import TokenNames
-from pipeline.batch_lines import BatchLine, BatchLineError, read_batch
-from pipeline.batch_results import encode_line, refused_line, result_line
+from pipeline.batch.lines import BatchLine, BatchLineError, read_batch
+from pipeline.batch.results import encode_line, refused_line, result_line
 from pipeline.errors import InvalidRequest
 from pipeline.messages import Delta, Failure
 from pipeline.settings import Settings

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.batch_lines import BatchLine, BatchLineError, read_batch
+from pipeline.batch.lines import BatchLine, BatchLineError, read_batch
 from pipeline.errors import InvalidRequest
 
 SAMPLED_TEMPERATURE = 0.8

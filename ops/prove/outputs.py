@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Self
 
-from pipeline.batch_results import Completion
+from pipeline.batch.results import Completion
 
 DIGEST_CHARS = 16
 

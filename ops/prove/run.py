@@ -15,8 +15,8 @@ from ops.prove.matrix import Case, StackChoice, by_stack
 from ops.prove.outputs import Output
 from ops.session import Answer, Session
 from ops.stack import Stack
-from pipeline.batch_lines import BatchLine
-from pipeline.batch_results import Completion
+from pipeline.batch.lines import BatchLine
+from pipeline.batch.results import Completion
 from pipeline.errors import SluiceError
 from pipeline.settings import Settings
 

@@ -9,7 +9,7 @@ from ops.measuring import markdown_table
 from ops.prove.batch import is_sampled
 from ops.prove.outputs import differences, digest
 from ops.prove.run import CaseRun, Proof
-from pipeline.batch_lines import BatchLine
+from pipeline.batch.lines import BatchLine
 
 MAX_SHOWN = 8  # differences of one run; a real one is usually in all requests
 

@@ -10,24 +10,25 @@
 -- A refused transaction does not touch the others.
 --
 -- KEYS  for each transaction: stream, claims, tries, request, results, chunks, then the keys of its effects
--- ARGV  consumer, commit (names this call), result_ttl_s, max_dead, dead_ttl_s, number of transactions,
+-- ARGV  consumer, commit (names this call), result_ttl_s, max_dead, dead_ttl_s, max_finished, number of transactions,
 --       for each: group, id, nonce, request attempt, '1' to ack, number of effects, then each effect's name and
 --       arguments
 --         publish  KEYS stream                            ARGV payload
 --         emit                                            ARGV delta, first_index, num_tokens
---         finish                                          ARGV terminal, state
+--         finish   KEYS finished log                      ARGV request id, terminal, state
 --         chunk    KEYS decode interactive, decode batch  ARGV index, ref
 --         plan     KEYS decode interactive, decode batch  ARGV num_chunks, priority, payload
 --         dead     KEYS dead stream                       ARGV payload, reason
 -- reply for each transaction an Outcome, or 'damaged: ' and what the server said
 local consumer, commit, result_ttl_s, max_dead, dead_ttl_s = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local ENDED = { finished = true, failed = true, cancelled = true }
+local max_finished = ARGV[6]
 
 -- include: held.lua
+-- include: ending.lua
 
 -- Reading ---------------------------------------------------------------------------------------------------
 
-local k, a = 0, 5
+local k, a = 0, 6
 local function key()
   k = k + 1
   return KEYS[k]
@@ -54,6 +55,8 @@ function READ.emit(e)
   e.num = tonumber(arg())
 end
 function READ.finish(e)
+  e.finished = key()
+  e.request_id = arg()
   e.terminal = arg()
   e.state = arg()
 end
@@ -175,12 +178,8 @@ function WRITE.emit(t, e)
   end
 end
 function WRITE.finish(t, e)
-  redis.call('XADD', t.results, '1-0', 'p', e.terminal)
-  redis.call('HSET', t.request, 'state', e.state)
-  redis.call('HDEL', t.request, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)
-  redis.call('EXPIRE', t.request, result_ttl_s)
-  redis.call('EXPIRE', t.results, result_ttl_s)
-  redis.call('DEL', t.chunks)
+  end_request({ id = e.request_id, request = t.request, results = t.results, chunks = t.chunks, attempt = t.attempt },
+    e.terminal, e.state, e.finished, result_ttl_s, max_finished)
 end
 function WRITE.chunk(t, e)
   if redis.call('HSETNX', t.chunks, e.index, e.ref) == 0 then

@@ -18,7 +18,7 @@ from ops.session import Answer, NewRequest
 from ops.stack import Stack
 from ops.supervisor import RestartPolicy
 from ops.valkey import EmbeddedValkey
-from pipeline.batch_results import Completion
+from pipeline.batch.results import Completion
 from pipeline.messages import Delta, TokenLogprobs
 from pipeline.params import parse_params
 from pipeline.settings import PREFIX, Settings

@@ -10,7 +10,7 @@ import pytest
 
 from ops.session import NewRequest
 from ops.stack import Stack
-from pipeline.batch_lines import BatchLine, read_batch
+from pipeline.batch.lines import BatchLine, read_batch
 from tests.e2e.stacks import Result, results_of, running_stack
 
 MODEL = "smollm2-135m-instruct"

@@ -13,7 +13,7 @@ from ops.prove.outputs import Output, differences, digest
 from ops.prove.run import CaseRun, Proof, ProofFailed, run_matrix
 from ops.prove.verdict import problems, table
 from ops.stack import Stack
-from pipeline.batch_results import Completion
+from pipeline.batch.results import Completion
 from pipeline.errors import InvalidRequest
 from pipeline.messages import TokenLogprobs, Usage
 from pipeline.settings import Settings

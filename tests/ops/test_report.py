@@ -9,8 +9,8 @@ from rich.console import Console
 from ops import report as report_module
 from ops.report import RunReport
 from ops.session import Answer, Submitted, Timing
-from pipeline.batch_lines import BatchLineError
-from pipeline.batch_results import Completion
+from pipeline.batch.lines import BatchLineError
+from pipeline.batch.results import Completion
 from pipeline.messages import Failure, Usage
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ops.session import NewRequest, Session, Stalled, new_request_id
-from pipeline.batch_results import Completion
+from pipeline.batch.results import Completion
 from pipeline.errors import ServerUnreachable, UnknownRequest
 from pipeline.memory import MemoryQueues, MemoryTransport
 from pipeline.messages import Failure, GenerateRequest, Terminal

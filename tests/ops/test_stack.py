@@ -15,7 +15,7 @@ from ops.session import NewRequest, Session
 from ops.stack import Stack, choose_stack, stage_environment
 from ops.supervisor import RestartPolicy, StageFailed
 from ops.valkey import EmbeddedValkey, ValkeyFailed
-from pipeline.batch_results import Completion
+from pipeline.batch.results import Completion
 from pipeline.connect import open_transport
 from pipeline.errors import InvalidRequest, UnknownRequest
 from pipeline.keys import STAGES

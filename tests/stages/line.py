@@ -19,7 +19,7 @@ from kv_store.layout import KvLayout
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
-from pipeline.batch_results import Completion, outcome_of
+from pipeline.batch.results import Completion, outcome_of
 from pipeline.clock import monotonic_s
 from pipeline.keys import PRIORITIES, STAGES, Priority
 from pipeline.leases import LeaseKeeper

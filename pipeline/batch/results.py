@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.batch_lines import BatchLine, BatchLineError
+from pipeline.batch.lines import BatchLine, BatchLineError
 from pipeline.errors import StateDamaged
 from pipeline.messages import Delta, Failure, Terminal, TokenLogprobs, Usage
 

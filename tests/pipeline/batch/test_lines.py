@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.batch_lines import MAX_LINE_BYTES, BatchLine, BatchLineError, read_batch
+from pipeline.batch.lines import MAX_LINE_BYTES, BatchLine, BatchLineError, read_batch
 from pipeline.messages import ChatMessage
 from pipeline.params import SamplingParams
 
 MODEL = "smollm2-135m-instruct"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
-EXAMPLES = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
 
 
 def chat(**body: object) -> dict[str, object]:

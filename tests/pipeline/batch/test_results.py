@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.batch_lines import BatchLine, BatchLineError
-from pipeline.batch_results import Completion, encode_line, outcome_of, refused_line, result_line
+from pipeline.batch.body import Endpoint
+from pipeline.batch.lines import BatchLine, BatchLineError
+from pipeline.batch.results import Completion, encode_line, outcome_of, refused_line, result_line
 from pipeline.errors import StateDamaged
 from pipeline.messages import ChatMessage, Delta, Failure, Terminal, TokenLogprobs, Usage
-from pipeline.openai_body import Endpoint
 from pipeline.params import SamplingParams
 
 TOKENS = {1: b"Hi", 2: b" \xf0\x9f", 3: b"\x8c\x8a", 4: b"!"}

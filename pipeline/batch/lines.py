@@ -2,7 +2,7 @@
 
 Reads OpenAI's batch format line by line, so that a file of any size costs its longest allowed line and 16
 bytes of digest per custom_id. A bad line never stops the file: it comes out as a BatchLineError in its
-place. Owns the envelope (custom_id, method, url, body); the body is openai_body.py's. Knows nothing about
+place. Owns the envelope (custom_id, method, url, body); the body is body.py's. Knows nothing about
 queues or where results go.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, NoReturn, cast
 
+from pipeline.batch.body import ENDPOINTS, Endpoint, parse_body
 from pipeline.errors import InvalidRequest
 from pipeline.messages import ChatMessage
-from pipeline.openai_body import ENDPOINTS, Endpoint, parse_body
 from pipeline.params import SamplingParams, is_unicode, shown, unknown_name
 
 MAX_LINE_BYTES = 1 << 20  # far above any prompt that fits a model here, far below what would hurt
