@@ -9,14 +9,14 @@ MODEL_FILE := $(SLUICE_HOME)/models/$(MODEL).gguf
 INPUT ?= examples/prompts.jsonl
 OUTPUT ?= results/results.jsonl
 export SLUICE_HOME
-# For the tests, which run kernels in their own process; stages get the same from the supervisor.
+# For the tests, which run kernels in their own process; stages set the same themselves.
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check format test prove clean
+.PHONY: help setup run check format test test-redis prove clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: $(VENV)/.installed $(MODEL_FILE) ## Create .venv, fetch the model, compile the kernels; once
 
@@ -48,6 +48,9 @@ format: $(VENV)/.installed ## Format the code
 
 test: setup ## Run the tests
 	$(BIN)/python -m pytest -m 'not slow'
+
+test-redis: setup ## Run the tests of the transport on Debian's redis-server
+	$(BIN)/python -m pytest -m 'not slow' --server=redis-server tests/pipeline
 
 prove: setup ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -10,6 +10,13 @@ from ops.commands.generate import EXAMPLES as GENERATE_EXAMPLES
 from ops.commands.generate import generate
 from ops.commands.run import EXAMPLES as RUN_EXAMPLES
 from ops.commands.run import run
+from ops.commands.scale import EXAMPLES as SCALE_EXAMPLES
+from ops.commands.scale import scale
+from ops.commands.status import EXAMPLES as STATUS_EXAMPLES
+from ops.commands.status import status
+from ops.commands.top import top
+from ops.commands.trace import EXAMPLES as TRACE_EXAMPLES
+from ops.commands.trace import trace
 from ops.commands.up import up
 
 HELP = """
@@ -36,6 +43,10 @@ app = typer.Typer(
 app.command(epilog=RUN_EXAMPLES)(run)
 app.command(epilog=GENERATE_EXAMPLES)(generate)
 app.command()(up)
+app.command(epilog=SCALE_EXAMPLES)(scale)
+app.command(epilog=STATUS_EXAMPLES)(status)
+app.command()(top)
+app.command(epilog=TRACE_EXAMPLES)(trace)
 app.add_typer(models.app, name="models")
 
 

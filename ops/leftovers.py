@@ -1,21 +1,18 @@
-"""Takes back requests that nobody waits for any more, and counts what is left in the queues.
+"""Clears up behind a stack: entries of requests that were cancelled, and registrations of processes that died.
 
-Owns the removal: a client that leaves early (Ctrl-C, a failed stack) takes its unfinished requests along.
-Knows nothing about stages beyond which message lies in whose stream.
+Owns the removal, and the count of what is left in the queues. Knows nothing about stages beyond which message lies in
+whose stream.
 
-    forget(ids)           the requests' state goes: whatever a stage still does for them is refused as GONE,
-                          so it drops the work at its next commit
-    remove_entries(ids)   after the stages have stopped: the entries that they handed back
+A cancelled request's entry stays in its stream until a stage takes it and is told so. Where no stage will, at the end
+of a stack, it is removed here.
 """
 
 import os
 import socket
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any
 
-from redis.asyncio import Redis
-
-from pipeline.connect import ANSWER_TIMEOUT_S
+from pipeline.connect import open_client
 from pipeline.errors import WireError
 from pipeline.keys import POOLED_STAGES, PRIORITIES, STAGES, Keys
 from pipeline.messages import GenerateRequest, PrefilledPrompt, RawChunk, TokenizedPrompt, WorkItem
@@ -36,19 +33,9 @@ class Leftovers:
     """The queues of one stack, from the side of whoever clears up."""
 
     def __init__(self, settings: Settings, pool_id: str | None) -> None:
-        assert settings.redis_url is not None
         self._keys = Keys(settings.namespace)
         self._pool_id = pool_id
-        connect = cast("Any", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
-        self._redis: Any = connect(
-            settings.redis_url,
-            protocol=2,
-            decode_responses=False,
-            socket_timeout=ANSWER_TIMEOUT_S,
-            socket_connect_timeout=ANSWER_TIMEOUT_S,
-            health_check_interval=0,
-            retry_on_timeout=False,
-        )
+        self._redis: Any = open_client(settings)
 
     async def drop_dead_processes(self, processes: Collection[Process]) -> None:
         """Delete the registrations of processes of this host that ended without a goodbye.
@@ -60,16 +47,6 @@ class Leftovers:
             host, pid = host_and_pid(process)
             if host == socket.gethostname() and pid is not None and not _is_alive(pid):
                 await self._redis.delete(self._keys.process(process.stage, process.consumer))
-
-    async def forget(self, request_ids: Collection[str]) -> None:
-        """Delete all state of requests; their stages learn it at their next commit."""
-        for request_id in request_ids:
-            attempt = await self._redis.hget(self._keys.request(request_id), "attempt")
-            await self._redis.delete(
-                self._keys.request(request_id),
-                self._keys.results(request_id),
-                self._keys.chunks(request_id, int(attempt or 0)),
-            )
 
     async def remove_entries(self, request_ids: Collection[str]) -> int:
         """Delete what the queues hold for requests; call it when no process of ours works on them."""

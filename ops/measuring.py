@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline.settings import Settings
-from stages.engine.kernel_cache import kernel_cache
+from stages.common.environment import engine_environment
 from stages.gguf.model_files import check_gguf, resolve
 
 PACKAGES = ("sluice-llm", "torch", "numpy", "numba", "gguf", "tokenizers")
@@ -21,8 +21,8 @@ PACKAGES = ("sluice-llm", "torch", "numpy", "numba", "gguf", "tokenizers")
 
 def prepare_environment(settings: Settings) -> None:
     """Set what torch and numba read from the environment while they are imported, as stages have it."""
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(kernel_cache(settings.home)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in engine_environment(settings.home).items():
+        os.environ.setdefault(name, value)
 
 
 def checked_model(settings: Settings) -> Path:

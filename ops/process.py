@@ -87,6 +87,7 @@ class ChildProcess:
         self._read_fd = read_fd
         self._log = log
         self._drained = asyncio.Event()
+        self._asked_to_finish = False
         asyncio.get_running_loop().add_reader(read_fd, self._read)
 
     @classmethod
@@ -127,7 +128,10 @@ class ChildProcess:
         return code
 
     def terminate(self) -> None:
-        """Ask it to finish; nothing happens when it has ended."""
+        """Ask it to finish; nothing happens when it was asked before, or has ended."""
+        if self._asked_to_finish:
+            return  # a second signal would end a stage at once, with its work undone
+        self._asked_to_finish = True
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 

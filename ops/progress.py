@@ -1,8 +1,9 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere. On standard error.
+"""How far a run is: a bar on a terminal, a line now and then elsewhere, or JSON for scripts.
 
 Owns what is shown while a run goes on. Knows nothing about requests: it is told of tokens and of lines.
 """
 
+import json
 import time
 from abc import ABC, abstractmethod
 from typing import Self, TextIO
@@ -12,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 PLAIN_EVERY_S = 10.0  # in a log file, a line for every token would bury everything else
+JSON_EVERY_S = 1.0
 
 
 class RunProgress(ABC):
@@ -23,10 +25,19 @@ class RunProgress(ABC):
         self.num_failed = 0
         self.num_tokens = 0
         self._started_at = time.monotonic()
+        self._lines_before = 0
+        self._tokens_before = 0
 
     def start(self) -> None:
-        """Count the time from now on: the stack is ready."""
+        """Count the time from now on: the stack is ready. What was done before is no speed."""
         self._started_at = time.monotonic()
+        self._lines_before, self._tokens_before = self.num_done, self.num_tokens
+
+    def set(self, *, num_lines: int, num_done: int, num_failed: int, num_tokens: int) -> None:
+        """Take all counts at once."""
+        self.num_lines, self.num_done = num_lines, num_done
+        self.num_failed, self.num_tokens = num_failed, num_tokens
+        self.refresh()
 
     def tokens(self, num: int) -> None:
         """Tokens arrived."""
@@ -43,7 +54,15 @@ class RunProgress(ABC):
     def rate(self) -> float:
         """Tokens per second since the start."""
         elapsed_s = time.monotonic() - self._started_at
-        return self.num_tokens / elapsed_s if elapsed_s > 0 else 0.0
+        return (self.num_tokens - self._tokens_before) / elapsed_s if elapsed_s > 0 else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the last line, at the pace since the start; None before there is one."""
+        num_done = self.num_done - self._lines_before
+        if num_done <= 0:
+            return None
+        return (self.num_lines - self.num_done) * (time.monotonic() - self._started_at) / num_done
 
     @abstractmethod
     def refresh(self) -> None:
@@ -74,7 +93,10 @@ class PlainProgress(RunProgress):
             return
         self._due_at = time.monotonic() + PLAIN_EVERY_S
         failed = f", {self.num_failed} failed" if self.num_failed else ""
-        self.note(f"{self.num_done}/{self.num_lines} lines{failed}, {self.num_tokens} tokens, {self.rate:.1f} tok/s")
+        left = "" if self.left_s is None else f", {self.left_s:.0f} s left"
+        self.note(
+            f"{self.num_done}/{self.num_lines} lines{failed}, {self.num_tokens} tokens, {self.rate:.1f} tok/s{left}"
+        )
 
     def note(self, line: str) -> None:
         """Print the line."""
@@ -97,9 +119,15 @@ class BarProgress(RunProgress):
         )
         self._task: TaskID = self._bar.add_task("running", total=num_lines, rate="")
 
+    def start(self) -> None:
+        """Count the time from now on, and let the bar begin where the run does."""
+        super().start()
+        self._bar.reset(self._task, total=self.num_lines, completed=self.num_done)
+
     def refresh(self) -> None:
         """Move the bar; it draws itself ten times a second at most."""
-        self._bar.update(self._task, completed=self.num_done, rate=f"{self.rate:.1f} tok/s")
+        rate = f"{self.rate:.1f} tok/s"
+        self._bar.update(self._task, total=self.num_lines, completed=self.num_done, rate=rate)
 
     def note(self, line: str) -> None:
         """Print the line above the bar."""
@@ -111,6 +139,37 @@ class BarProgress(RunProgress):
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+class JsonProgress(RunProgress):
+    """An object a line, for scripts: progress once a second, and notes."""
+
+    def __init__(self, num_lines: int, stream: TextIO) -> None:
+        super().__init__(num_lines)
+        self._stream = stream
+        self._due_at = 0.0
+
+    def refresh(self) -> None:
+        """Print the counts if the last ones are old, or if these are the last."""
+        if time.monotonic() < self._due_at and self.num_done < self.num_lines:
+            return
+        self._due_at = time.monotonic() + JSON_EVERY_S
+        self._print(
+            event="progress",
+            num_lines=self.num_lines,
+            num_done=self.num_done,
+            num_failed=self.num_failed,
+            output_tokens=self.num_tokens,
+            output_tokens_per_s=round(self.rate, 2),
+            left_s=None if self.left_s is None else round(self.left_s, 1),
+        )
+
+    def note(self, line: str) -> None:
+        """Print the line as an object."""
+        self._print(event="note", message=line)
+
+    def _print(self, **fields: object) -> None:
+        print(json.dumps(fields, ensure_ascii=False), file=self._stream, flush=True)
 
 
 def make_progress(num_lines: int, stream: TextIO) -> RunProgress:

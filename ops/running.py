@@ -102,6 +102,16 @@ class AttachedStack(Serving):
             )
         theirs = {"redis_url": advert.redis_url, "namespace": advert.namespace}
         super().__init__(settings.model_copy(update=theirs), warn)
+        self._pid = advert.pid
+
+    @property
+    def greeting(self) -> str:
+        """Say whose stack it is."""
+        return f"using the stack of `sluice up` (process {self._pid})"
+
+    def afterwards(self, batch_id: str) -> str:
+        """Say that a batch goes on."""
+        return f", and `sluice up` does even now; `sluice cancel {batch_id}` ends it"
 
     async def wait_failed(self) -> SluiceError:
         """Return when `sluice up` has ended."""
@@ -110,7 +120,7 @@ class AttachedStack(Serving):
         return StackGone("`sluice up`, whose stack this command used, has ended")
 
     async def _start(self, starting: AsyncExitStack) -> None:
-        self._transport = await open_transport(self.settings)
+        self._transport = await open_transport(self.settings, warn=self._warn)
         starting.push_async_callback(self._transport.close)
         leftovers = Leftovers(self.settings, pool_id=None)
         starting.push_async_callback(leftovers.close)

@@ -1,6 +1,6 @@
 """What a command may do with a stack, whoever runs it.
 
-Owns the sessions of one command, and the watch over the stack while they wait. Knows nothing about how the
+Owns the clients of one command, and the watch over the stack while they wait. Knows nothing about how the
 stack came up: stack.py starts one of its own, running.py uses that of `sluice up`.
 """
 
@@ -12,15 +12,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Self, TypeVar
 
-from redis.exceptions import RedisError
-
-from ops.leftovers import Leftovers
-from ops.session import STALL_TIMEOUT_S, Session
-from pipeline.errors import SluiceError
+from pipeline.client.client import Client
+from pipeline.errors import ServerError, SluiceError
 from pipeline.settings import Settings
 from pipeline.transport import Transport
 
-FORGET_TIMEOUT_S = 5.0  # a server that is gone must not hold up the end
+STALL_TIMEOUT_S = 300.0  # far above the longest prefill, far below a night
+CANCEL_TIMEOUT_S = 5.0  # a server that is gone must not hold up the end
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
@@ -38,9 +36,11 @@ class Serving(ABC):
     def __init__(self, settings: Settings, warn: Warn = warn_on_stderr) -> None:
         self.settings = settings
         self.startup_s = 0.0
+        self.leave_work = False
+        """Set it where work in the queues is meant to stay there at the end: a batch goes on the next time."""
         self._warn = warn
         self._transport: Transport | None = None
-        self._sessions: list[Session] = []
+        self._clients: list[Client] = []
         self._exit = AsyncExitStack()
 
     @property
@@ -66,11 +66,11 @@ class Serving(ABC):
         """Stop everything, in the reverse order."""
         await self._exit.aclose()
 
-    def session(self, stall_timeout_s: float = STALL_TIMEOUT_S) -> Session:
-        """Return a session whose unfinished requests end with this stack."""
-        session = Session(self.transport, stall_timeout_s=stall_timeout_s)
-        self._sessions.append(session)
-        return session
+    def client(self, stall_timeout_s: float = STALL_TIMEOUT_S) -> Client:
+        """Return a client whose unanswered requests end with this stack."""
+        client = self._new_client(stall_timeout_s)
+        self._clients.append(client)
+        return client
 
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what the work returns, unless the stack fails meanwhile; then the work is cancelled.
@@ -90,6 +90,15 @@ class Serving(ABC):
             failed.cancel()
             await asyncio.gather(task, failed, return_exceptions=True)
 
+    @property
+    @abstractmethod
+    def greeting(self) -> str:
+        """What to say before it is entered."""
+
+    @abstractmethod
+    def afterwards(self, batch_id: str) -> str:
+        """Return what becomes of a batch when its command ends before it does, as the end of a sentence."""
+
     @abstractmethod
     async def wait_failed(self) -> SluiceError:
         """Return why the stack cannot go on; never return while it can."""
@@ -99,14 +108,20 @@ class Serving(ABC):
         """Start everything, and leave on `starting` how to stop it."""
 
     def _unfinished(self) -> frozenset[str]:
-        return frozenset().union(*(session.unfinished for session in self._sessions))
+        return frozenset().union(*(client.unanswered for client in self._clients))
 
-    async def _forget_unfinished(self, leftovers: Leftovers) -> None:
-        """Take back what nobody waits for any more, so that the stages drop it instead of finishing it."""
-        if not self._unfinished():
+    async def _forget_unfinished(self, *_: object) -> None:
+        """Cancel what nobody waits for any more, so that the stages drop it instead of finishing it."""
+        request_ids = self._unfinished()
+        if not request_ids:
             return
         try:
-            async with asyncio.timeout(FORGET_TIMEOUT_S):
-                await leftovers.forget(self._unfinished())
-        except (RedisError, OSError) as error:
-            self._warn(f"{len(self._unfinished())} unfinished requests could not be taken back: {error}")
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                # Not by the clients that asked: they still tell whose entries are to be removed.
+                await self._new_client(CANCEL_TIMEOUT_S).cancel_many(request_ids)
+        except (ServerError, TimeoutError) as error:
+            problem = str(error) or f"no answer within {CANCEL_TIMEOUT_S:g} s"
+            self._warn(f"{len(request_ids)} unfinished requests could not be cancelled: {problem}")
+
+    def _new_client(self, timeout_s: float) -> Client:
+        return Client(self.transport, self.settings, patience_s=timeout_s, stall_timeout_s=timeout_s)

@@ -8,6 +8,7 @@ batches or text.
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Mapping, Set
@@ -16,23 +17,26 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
+from ops.crashes import RestartPolicy
 from ops.leftovers import Leftovers, host_and_pid
 from ops.pool_share import PoolShare
 from ops.process import Echo
 from ops.procfile import default_procfile, read_procfile
 from ops.running import AttachedStack, find_advert
 from ops.serving import Serving, Warn, warn_on_stderr
-from ops.supervisor import RestartPolicy, Supervisor, Surroundings
+from ops.slots import Surroundings
+from ops.supervisor import Supervisor
 from ops.valkey import EmbeddedValkey
 from pipeline.connect import open_transport
 from pipeline.errors import SluiceError
 from pipeline.keys import POOLED_STAGES, STAGES
 from pipeline.settings import PREFIX, Settings
 from pipeline.transport import Transport
-from stages.engine.kernel_cache import kernel_cache
 from stages.gguf.model_files import check_gguf, resolve
 
 GRACE_S = 15.0  # an engine step and a lease, which is as long as handing work back may take
+DRAIN_ORDER = ("jobs", "tokenizer", "prefill", "compressor", "decode")
+"""Whoever feeds others stops before them, so that what it has in hand still finds its way down."""
 TIDY_TIMEOUT_S = 10.0  # a server that is gone must not hold up the end
 
 
@@ -67,6 +71,15 @@ class Stack(Serving):
         self._echo = echo
         self._valkey: EmbeddedValkey | None = None
 
+    @property
+    def greeting(self) -> str:
+        """Say that it takes a moment."""
+        return "starting the stack"
+
+    def afterwards(self, batch_id: str) -> str:  # noqa: ARG002 - the stack of others has more to say
+        """Say nothing: without a stack a batch waits."""
+        return ""
+
     async def wait_failed(self) -> SluiceError:
         """Return why the stack cannot go on; never return while it can."""
         watchers: list[Awaitable[SluiceError]] = []
@@ -83,14 +96,14 @@ class Stack(Serving):
             await self._start_server(starting)
         share = PoolShare(self.settings.pool_dir, self.settings.kv_pool_bytes)
         starting.callback(share.close)
-        self._transport = transport = await open_transport(self.settings, pool_id=share.pool_id)
+        self._transport = transport = await open_transport(self.settings, pool_id=share.pool_id, warn=self._warn)
         starting.push_async_callback(transport.close)
         leftovers = Leftovers(self.settings, share.pool_id)
         starting.push_async_callback(leftovers.close)
         starting.push_async_callback(self._clear_up, share, leftovers)
         await leftovers.drop_dead_processes(await transport.processes())
         self.supervisor = self._plan_stages(transport)
-        starting.push_async_callback(self.supervisor.stop, GRACE_S)
+        starting.push_async_callback(self._stop_stages, self.supervisor, leftovers)
         await self.supervisor.start()
         starting.push_async_callback(self._forget_unfinished, leftovers)
         await self.watched(self.supervisor.wait_ready())
@@ -101,6 +114,15 @@ class Stack(Serving):
         )
         lines = read_procfile(self._procfile)
         return Supervisor(lines, self._replicas, around, lambda: _local_pids(transport), self._policy)
+
+    async def _stop_stages(self, supervisor: Supervisor, leftovers: Leftovers) -> None:
+        """Stop the stages one after the other where there is work to pass on, else at once, which is faster."""
+        has_work = False  # also where there is no server: then nobody can pass on anything
+        if not self._unfinished():  # else it was just taken back
+            with contextlib.suppress(RedisError, OSError):
+                async with asyncio.timeout(TIDY_TIMEOUT_S):
+                    has_work = await leftovers.count(STAGES) > 0
+        await supervisor.stop(GRACE_S, DRAIN_ORDER if has_work else ())
 
     async def _start_server(self, starting: AsyncExitStack) -> None:
         self._valkey = EmbeddedValkey(self.settings.home)
@@ -121,7 +143,7 @@ class Stack(Serving):
         except (RedisError, OSError) as error:
             self._warn(f"the queues could not be cleared up: {error}")
             return
-        if num_left:
+        if num_left and not self.leave_work:
             self._warn(f"{num_left} entries are left in the queues; the next start goes on with them")
         if num_referring:
             return  # then the blobs are not garbage
@@ -131,13 +153,12 @@ class Stack(Serving):
 
 
 def stage_environment(settings: Settings) -> dict[str, str]:
-    """Return the environment of a stage: this process's, with exactly these settings."""
+    """Return the environment of a stage: this process's, with exactly these settings.
+
+    What numba and torch read is not in it: each stage sets that itself, whoever starts it.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
-    kept |= settings.environment()
-    kept["NUMBA_CACHE_DIR"] = str(kernel_cache(settings.home))
-    kept["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads of one stage must not spin on another one's core
-    kept["PYTHONUNBUFFERED"] = "1"
-    return kept
+    return kept | settings.environment()
 
 
 async def _local_pids(transport: Transport) -> Set[int]:
@@ -157,11 +178,16 @@ async def _first(watchers: list[Awaitable[SluiceError]]) -> SluiceError:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def choose_stack(settings: Settings, replicas: Mapping[str, int], warn: Warn = warn_on_stderr) -> Serving:
-    """Return the stack of a `sluice up` in this home where one runs, else one of our own; enter it."""
+async def choose_stack(
+    settings: Settings, replicas: Mapping[str, int], warn: Warn = warn_on_stderr, *, with_jobs: bool = True
+) -> Serving:
+    """Return the stack of a `sluice up` in this home where one runs, else one of our own; enter it.
+
+    A stack for a single request has no jobs process: batches that were interrupted are not for it to go on with.
+    """
     advert = await find_advert(settings.home)
     if advert is None:
-        return Stack(settings, replicas, warn=warn)
+        return Stack(settings, replicas if with_jobs else {**replicas, "jobs": 0}, warn=warn)
     if replicas:
         warn(f"`sluice up` (process {advert.pid}) decides how many processes there are, not this command")
     return AttachedStack(settings, advert, warn)

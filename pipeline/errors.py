@@ -14,8 +14,12 @@ trying the same thing again later can help (`retryable`) and has a stable name f
         ├── ServerUnreachable   no connection, or no answer in time      (retryable)
         ├── ServerFull          out of memory under noeviction           (retryable)
         ├── ServerRefused       the server answered with an error
+        ├── ServerTlsFailed     certificates do not fit, or only one side speaks TLS
+        ├── ServerLoginFailed   does not let us in: user, password, database or socket
+        ├── ServerPermission    does not let the user do what we need; gives the ACL rule
         ├── ServerTooOld        lacks commands the scripts need
-        └── ServerPolicy        may throw our keys away
+        ├── ServerPolicy        may throw our keys away
+        └── ServerRole          a replica or a cluster's node
 """
 
 from typing import ClassVar
@@ -115,6 +119,24 @@ class ServerRefused(ServerError):  # noqa: N818
     code = "server_refused"
 
 
+class ServerTlsFailed(ServerError):  # noqa: N818
+    """Certificates do not fit, or only one side speaks TLS."""
+
+    code = "server_tls_failed"
+
+
+class ServerLoginFailed(ServerError):  # noqa: N818
+    """The server does not let this process in; says whether user, password, database or socket is at fault."""
+
+    code = "server_login_failed"
+
+
+class ServerPermission(ServerError):  # noqa: N818
+    """The server's user may not do what we need; says which rule gives it."""
+
+    code = "server_permission"
+
+
 class ServerTooOld(ServerError):  # noqa: N818
     """The server lacks commands that the scripts need."""
 
@@ -125,3 +147,9 @@ class ServerPolicy(ServerError):  # noqa: N818
     """The server is set up to evict keys, which would silently lose requests."""
 
     code = "server_policy"
+
+
+class ServerRole(ServerError):  # noqa: N818
+    """The server is a read-only replica or a node of a cluster, and cannot do what the scripts do."""
+
+    code = "server_role"

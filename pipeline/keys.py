@@ -12,10 +12,12 @@ Owns key names, stage names and limits. Knows nothing about values: a key is bui
     {ns}:dead:{stage}  stream  what could not be processed           bounded, TTL
     {ns}:finished      stream  terminal entries of the last requests bounded, TTL
     {ns}:samples       stream  queue lengths and KV bytes over time  bounded, TTL
+    {ns}:sampler:{pool}   string  who samples one pool               TTL of a few samples
     {ns}:batches       zset  ids of batches by time of creation      each leaves when its record expires
     {ns}:batch:{id}    hash  record of a batch                       TTL from its end on
     {ns}:batch:{id}:done   stream  its lines that ended and wait to be collected   deleted at its end
-    {ns}:arq           zset  arq's queue of job steps; {ns}:arq:* is what arq keeps beside it
+    {ns}:arq           zset  arq's queue of job steps. What arq keeps for a job is named arq:<what>:<job id>, with a TTL,
+                       and cannot be moved into a namespace; our job ids begin with {ns} instead
     {ns}:proc:{stage}:{consumer}   a running process                 TTL, renewed by its owner
     {ns}:procs         set  the names of those processes             TTL, renewed likewise
 
@@ -47,6 +49,7 @@ MAX_DEAD = 1_000  # dead letters kept per stage; approximate, the oldest go firs
 DEAD_TTL_S = 7 * 24 * 3600  # someone looks within a week
 MAX_FINISHED = 1_000  # enough for a trace of the last minutes; approximate, the oldest go first
 MAX_SAMPLES = 7_200  # half an hour at the sampler's fastest; approximate
+SAMPLES_TTL_S = 3600  # as long as the results that they explain
 BATCH_TTL_S = 24 * 3600  # a finished batch can be asked about for a day
 PROC_INDEX_TTL_S = 3600  # longer than any registration lives
 HANDBACK = "handback"
@@ -109,6 +112,10 @@ class Keys:
         """Return the log of what queues and pool held."""
         return f"{self.namespace}:samples"
 
+    def sampler(self, pool_id: str) -> str:
+        """Return the lock of whoever samples a pool and the queues around it."""
+        return f"{self.namespace}:sampler:{pool_id}"
+
     def batches(self) -> str:
         """Return the index of batches."""
         return f"{self.namespace}:batches"
@@ -122,7 +129,7 @@ class Keys:
         return f"{self.namespace}:batch:{batch_id}:done"
 
     def arq(self) -> str:
-        """Return arq's queue; its other keys begin with this name and a colon."""
+        """Return arq's queue; its health key begins with this name and a colon."""
         return f"{self.namespace}:arq"
 
     def process(self, stage: str, consumer: str) -> str:

@@ -114,7 +114,7 @@ class MemoryBroker:
             for _, entry_id, entry in sorted(free, key=lambda item: item[0])[: max_items - len(taken)]:
                 entry.tries, entry.delivered, entry.nonce = entry.tries + 1, True, nonce
                 entry.renewed_at = self.monotonic()
-                taken.append(Delivery(stage, name, entry_id, nonce, entry.payload, entry.tries))
+                taken.append(Delivery(stage, name, entry_id, nonce, entry.payload, entry.tries, options.consumer))
         return taken
 
     def _rank(self, entry: Entry, lease_s: float) -> int | None:

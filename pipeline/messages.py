@@ -32,11 +32,15 @@ class Message(BaseModel):
 
 
 class Stamp(Message):
-    """When a request passed a boundary, in epoch microseconds; `by` names the process, where that matters."""
+    """When a request crossed a boundary (boundaries.py), in epoch microseconds.
+
+    `by` is the consumer name of the process that crossed it, `chunk` the index of the chunk, where it is one's.
+    """
 
     boundary: str
     at_us: Annotated[int, Field(ge=0, lt=2**57)]  # a date that every language can write
     by: str | None = None
+    chunk: Count | None = None
 
 
 class Stamped(Message):
@@ -44,9 +48,9 @@ class Stamped(Message):
 
     stamps: tuple[Stamp, ...] = ()
 
-    def stamped(self, boundary: str, at_us: int, by: str | None = None) -> Self:
+    def stamped(self, boundary: str, at_us: int, by: str | None = None, chunk: int | None = None) -> Self:
         """Return a copy with one more stamp."""
-        stamps = (*self.stamps, Stamp(boundary=boundary, at_us=at_us, by=by))
+        stamps = (*self.stamps, Stamp(boundary=boundary, at_us=at_us, by=by, chunk=chunk))
         return self.model_copy(update={"stamps": stamps})
 
 

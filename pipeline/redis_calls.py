@@ -124,6 +124,24 @@ async def read_stream(readers: Redis, after: Mapping[str, str | bytes], count: i
         return cast("list[Any]", await xread(after, count=count, block=block_ms) or [])
 
 
+async def command(calls: RedisCalls, client: Redis, *words: Arg) -> object:
+    """Send one command, again where the reply was lost: only those that may be sent twice."""
+    execute = cast("Any", client.execute_command)  # pyright: ignore[reportUnknownMemberType]
+    return await calls.call(lambda: execute(*words), str(words[0]))
+
+
+async def commands(calls: RedisCalls, client: Redis, many: Sequence[Sequence[Arg]], what: str) -> list[Any]:
+    """Send commands in one round trip, again where the reply was lost; the first error is raised."""
+
+    async def send() -> list[Any]:
+        async with cast("Any", client).pipeline(transaction=False) as together:
+            for words in many:
+                together.execute_command(*words)
+            return cast("list[Any]", await together.execute())
+
+    return await calls.call(send, what)
+
+
 def script_source(name: str) -> str:
     """Return the text of a script with its includes in place; reads the files."""
     folder = files("pipeline") / "scripts"

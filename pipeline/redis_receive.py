@@ -79,7 +79,8 @@ class StageReceiver:
 
     def _delivery(self, entry: tuple[int, bytes, bytes, int], nonce: str) -> Delivery:
         number, entry_id, payload, tries = entry
-        return Delivery(self._stage, self.streams[number - 1], entry_id.decode(), nonce, payload, tries)
+        stream = self.streams[number - 1]
+        return Delivery(self._stage, stream, entry_id.decode(), nonce, payload, tries, self._options.consumer)
 
     def _due_cursors(self) -> list[str]:
         """Return where to sweep: one that is under way goes on, a new one starts a few times per lease."""

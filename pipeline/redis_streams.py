@@ -26,7 +26,7 @@ from pipeline.keys import (
     Keys,
     Priority,
 )
-from pipeline.redis_calls import Arg, RedisCalls, read_stream
+from pipeline.redis_calls import Arg, RedisCalls, command, read_stream
 from pipeline.redis_receive import BLOCK_SLICE_S, StageReceiver
 from pipeline.transport import (
     Accepted,
@@ -209,8 +209,7 @@ class RedisStreams:
         ]
 
     async def _command(self, *words: Arg) -> object:
-        execute = cast("Any", self._commands.execute_command)  # pyright: ignore[reportUnknownMemberType]
-        return await self._calls.call(lambda: execute(*words), str(words[0]))
+        return await command(self._calls, self._commands, *words)
 
     async def close(self) -> None:
         """Release connections and this consumer's name; entries still held stay leased until they expire."""

@@ -35,6 +35,8 @@ class Delivery:
     nonce: str
     payload: bytes
     tries: int
+    consumer: str = ""
+    """The name of the one who received it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,16 @@ from typing import TypeVar, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import zstandard
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pipeline.errors import WireError
+from pipeline.messages import Stamp
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 32 * 1024 * 1024  # a prompt of a million tokens takes 5 MB; more is a mistake or an attack
 COMPRESS_ABOVE_BYTES = 2048  # below, zstd saves less than a network packet and costs 20 us
 _PLAIN, _ZSTD = 0, 1
+_STAMPS = TypeAdapter(tuple[Stamp, ...])
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -72,6 +74,14 @@ def read_identity(data: bytes) -> tuple[str, int] | None:
     if isinstance(request_id, str) and type(attempt) is int:
         return request_id, attempt
     return None
+
+
+def read_stamps(data: bytes) -> tuple[Stamp, ...]:
+    """Return the stamps of a message, whatever else is wrong with it; none where they cannot be read."""
+    try:
+        return _STAMPS.validate_python(_fields(data).get("stamps"))
+    except (WireError, ValidationError):
+        return ()
 
 
 def _fields(data: bytes) -> dict[str, object]:

@@ -22,10 +22,12 @@ import structlog
 
 from kv_store.errors import KvStoreError
 from pipeline import wire
+from pipeline.boundaries import FINISHED
+from pipeline.clock import now_us
 from pipeline.errors import InvalidRequest, ServerError, SluiceError, StateDamaged, WireError
 from pipeline.keys import MAX_DELIVERIES
 from pipeline.leases import LeaseKeeper
-from pipeline.messages import Failure, Terminal
+from pipeline.messages import Failure, Stamp, Terminal
 from pipeline.transport import DeadLetter, Delivery, Effect, Finish, Outcome, Transaction, Transport
 
 BLOCK_S = 1.0  # how long one read waits for work; a stop is noticed within it
@@ -93,7 +95,9 @@ def _ending(delivery: Delivery, failure: Failure, *more: Effect) -> Transaction 
     identity = wire.read_identity(delivery.payload)
     if identity is None:
         return None
-    terminal = wire.pack(Terminal(finish_reason="error", failure=failure))
+    finished = Stamp(boundary=FINISHED, at_us=now_us(), by=delivery.consumer)
+    stamps = (*wire.read_stamps(delivery.payload), finished)
+    terminal = wire.pack(Terminal(finish_reason="error", failure=failure, stamps=stamps))
     return Transaction(delivery, *identity, (Finish(terminal, "failed"), *more), ack=True)
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import structlog
 from redis.asyncio import Redis
 
 from stages.engine.kernel_cache import kernel_cache
-from tests.servers import running_valkey
+from tests.leftovers import delete_keys, keys_that_stay
+from tests.servers import SERVER_KINDS, ServerKind, is_installed, server_of_its_own
 
 # Before any test imports numba, which reads it once: the kernels that `make setup` compiled for this home.
 HOME = Path(os.environ.get("SLUICE_HOME", "~/.sluice")).expanduser()
@@ -41,13 +43,32 @@ def short_directory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest --server=redis-server tests/pipeline` runs the transport's tests on Debian's server."""
+    parser.addoption("--server", choices=SERVER_KINDS, default="valkey", help="The server that tests talk to.")
+
+
 @pytest.fixture(scope="session")
-def valkey_url() -> Iterator[str]:
+def server_kind(pytestconfig: pytest.Config) -> ServerKind:
+    """The server that this test run was asked for."""
+    kind: ServerKind = next(kind for kind in SERVER_KINDS if kind == pytestconfig.getoption("--server"))
+    if not is_installed(kind):
+        pytest.fail(f"--server={kind} was asked for, and it is not installed", pytrace=False)
+    return kind
+
+
+@pytest.fixture(scope="session")
+def valkey_url(server_kind: ServerKind) -> Iterator[str]:
     """The address of a real server that stores nothing and evicts nothing; it dies with the test run."""
-    directory = Path(tempfile.mkdtemp(prefix="sl-"))
-    with running_valkey(directory) as server:
+    with server_of_its_own(server_kind) as server:
         yield server.url
-    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="session")
+def redis_server_url() -> Iterator[str]:
+    """The address of Debian's redis-server, likewise; skips where there is none."""
+    with server_of_its_own("redis-server") as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -63,31 +84,10 @@ async def namespace(raw_redis: Redis) -> AsyncIterator[str]:
     """A prefix that no other test uses; its keys are deleted afterwards."""
     name = f"t{secrets.token_hex(6)}"
     yield name
-    keys = [key async for key in raw_redis.scan_iter(match=f"{name}:*")]
-    if keys:
-        await raw_redis.delete(*keys)
+    await delete_keys(raw_redis, name)
 
 
 @pytest.fixture
 def leftovers(raw_redis: Redis, namespace: str) -> Callable[[], Awaitable[list[str]]]:
-    """Return the keys of this test's namespace that would stay for ever, with what is wrong.
-
-    Empty work streams may stay; anything in them or pending may not, and every other key needs a TTL.
-    """
-
-    async def look() -> list[str]:
-        found: list[str] = []
-        async for key in raw_redis.scan_iter(match=f"{namespace}:*"):
-            name = key.decode()
-            if await raw_redis.ttl(name) >= 0:
-                continue
-            if not name.startswith(f"{namespace}:stream:") or await raw_redis.type(name) != b"stream":
-                found.append(f"{name} has no TTL")
-            elif length := await raw_redis.xlen(name):
-                found.append(f"{name} holds {length} entries")
-            else:
-                groups = await raw_redis.xinfo_groups(name)
-                found += [f"{name} has pending entries" for group in groups if group["pending"]]
-        return found
-
-    return look
+    """Return the keys of this test's namespace that would stay for ever, with what is wrong."""
+    return partial(keys_that_stay, raw_redis, namespace)

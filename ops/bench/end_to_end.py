@@ -98,16 +98,16 @@ def _cases(plan: Plan, *, seal_in_prefill: bool) -> Iterator[Case]:
 
 async def _stack_passes(plan: Plan, stack: Stack, turns: Sequence[str], *, seal_in_prefill: bool) -> list[CasePass]:
     measured, warming = turns[: plan.num_requests], turns[plan.num_requests :]
-    session = stack.session()
+    client = stack.client()
     warm = asks_of(warming, plan.model_name, WARM_TOKENS, speculate=True)
-    await stack.watched(run_pass(session, warm, plan.concurrency))
+    await stack.watched(run_pass(client, warm, plan.concurrency))
     passes: list[CasePass] = []
     for case in _cases(plan, seal_in_prefill=seal_in_prefill):
         asks = asks_of(measured, plan.model_name, plan.output_tokens, speculate=case.speculate)
         with make_progress(len(asks), sys.stderr) as progress:
             progress.note(str(case))
             one = await stack.watched(
-                run_pass(session, asks, plan.concurrency, progress.tokens, lambda _: progress.line(failed=False))
+                run_pass(client, asks, plan.concurrency, progress.tokens, lambda _: progress.line(failed=False))
             )
         passes.append(CasePass(case, Figures.of(one), one))
     return passes

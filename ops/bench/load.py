@@ -10,9 +10,11 @@ from typing import ClassVar
 
 from ops.bench.stamps import phases_ms
 from ops.in_order import in_order
-from ops.session import Ask, NewRequest, Session, Timing
+from pipeline.client.answers import Answer
+from pipeline.client.asks import Ask, NewRequest
+from pipeline.client.client import Client
 from pipeline.errors import SluiceError
-from pipeline.messages import ChatMessage, Terminal
+from pipeline.messages import ChatMessage, Delta
 from pipeline.params import SamplingParams
 
 LONGEST_PERIOD_TOKENS = 32  # of a loop: a sentence or a list entry
@@ -56,7 +58,7 @@ def asks_of(turns: Sequence[str], model: str, output_tokens: int, *, speculate: 
 
 
 async def run_pass(
-    session: Session,
+    client: Client,
     asks: Sequence[Ask],
     concurrency: int,
     on_tokens: Callable[[int], None] = lambda _: None,
@@ -74,24 +76,22 @@ async def run_pass(
         on_sample(sample)
 
     started_at = time.monotonic()
-    await in_order(asks, lambda ask: _sample(session, ask, on_tokens), take, concurrency)
+    await in_order(asks, lambda ask: _sample(client, ask, on_tokens), take, concurrency)
     return Pass(time.monotonic() - started_at, tuple(samples))
 
 
-async def _sample(session: Session, ask: Ask, on_tokens: Callable[[int], None]) -> Sample:
-    submitted = await session.submit(ask, "interactive")
-    timing = Timing(submitted.started_at)
+async def _sample(client: Client, ask: Ask, on_tokens: Callable[[int], None]) -> Sample:
     token_ids: list[int] = []
-    async for entry in session.follow(submitted.request_id):
-        if isinstance(entry, Terminal):
-            return _finished(timing, token_ids, entry, session.monotonic())
-        timing.saw(entry, session.monotonic())
-        token_ids += entry.token_ids
-        on_tokens(len(entry.token_ids))
-    raise AssertionError("results end with a terminal")
+
+    def take(delta: Delta) -> None:
+        token_ids.extend(delta.token_ids)
+        on_tokens(len(delta.token_ids))
+
+    return _finished(await client.answer(ask, "interactive", take), token_ids)
 
 
-def _finished(timing: Timing, token_ids: list[int], terminal: Terminal, now: float) -> Sample:
+def _finished(answer: Answer, token_ids: list[int]) -> Sample:
+    terminal, timing = answer.terminal, answer.timing
     usage = terminal.usage
     if terminal.failure is not None or usage is None:
         problem = terminal.failure.message if terminal.failure else terminal.finish_reason
@@ -103,7 +103,7 @@ def _finished(timing: Timing, token_ids: list[int], terminal: Terminal, now: flo
         accepted_tokens=usage.accepted_tokens,
         ttft_ms=timing.ttft_ms or 0.0,
         tpot_ms=timing.tpot_ms or 0.0,
-        total_ms=1000 * (now - timing.started_at),
+        total_ms=1000 * (answer.ended_at - timing.started_at),
         loops=is_loop(token_ids),
         phases_ms=phases_ms(terminal.stamps),
     )

@@ -36,9 +36,9 @@ NumDecode = Annotated[int | None, typer.Option("--decode", min=1, max=64, metava
 NumPrefill = Annotated[int | None, typer.Option("--prefill", min=1, max=64, metavar="N", help="Prefill processes.")]
 
 
-def command_settings(model: str | None) -> Settings:
-    """Return the settings, with the command line's model on top and its path made absolute."""
-    settings = load_settings() if model is None else load_settings(model=model)
+def command_settings(model: str | None, **overrides: object) -> Settings:
+    """Return the settings, with the command line's on top and the model's path made absolute."""
+    settings = load_settings(**overrides) if model is None else load_settings(model=model, **overrides)
     if "/" in settings.model or settings.model.endswith(".gguf"):
         path = Path(settings.model).expanduser().absolute()
         settings = settings.model_copy(update={"model": str(path)})
@@ -50,9 +50,8 @@ def served_name(settings: Settings) -> str:
     return Path(settings.model).stem if "/" in settings.model else settings.model
 
 
-def replicas(*, prefill: int | None, decode: int | None) -> dict[str, int]:
-    """Return how many processes the command line asks for, where it does."""
-    asked = {"prefill": prefill, "decode": decode}
+def replicas(**asked: int | None) -> dict[str, int]:
+    """Return how many processes of each stage the command line asks for, where it does."""
     return {stage: number for stage, number in asked.items() if number is not None}
 
 

@@ -1,16 +1,17 @@
-"""`sluice run`: a file of requests in, a file of results out, in the same order."""
+"""`sluice run`: a file of requests in, a file of results out, in the same order; interrupted, it goes on."""
 
+import asyncio
 import json
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ops import report
+from ops.commands.asking import SpeculateOption
 from ops.commands.common import (
     EXIT_FAILED,
     ModelOption,
@@ -21,172 +22,215 @@ from ops.commands.common import (
     replicas,
     served_name,
 )
-from ops.in_order import in_order
-from ops.output_file import OutputFile
-from ops.progress import RunProgress, make_progress
-from ops.report import RunReport
-from ops.session import Answer, NewRequest, Session
+from ops.memory_log import memory_lines
+from ops.progress import JsonProgress, RunProgress, make_progress
+from ops.serving import Serving
 from ops.stack import choose_stack
-from ops.token_names import TokenNames
-from pipeline.batch.lines import BatchLine, BatchLineError, read_batch
-from pipeline.batch.results import encode_line, refused_line, result_line
+from pipeline.batch.figures import BatchSummary
+from pipeline.batch.options import DEFAULT_WINDOW, MAX_TIMEOUT_S, MAX_WINDOW, BatchOptions
+from pipeline.batch.record import BatchRecord
+from pipeline.batch.submit import GivenUp, Prepared, give_up, prepare
+from pipeline.client.batches import Batches, batches_dir, errors_path, resolved, summary_of
+from pipeline.connect import open_client
 from pipeline.errors import InvalidRequest
-from pipeline.messages import Delta, Failure
+from pipeline.keys import Keys
+from pipeline.samples import SampleLog
+from pipeline.server_url import read_address
 from pipeline.settings import Settings
-from stages.gguf.model_files import resolve
 
 EXAMPLES = """\b
 Examples:
   sluice run -i examples/prompts.jsonl -o results.jsonl
   sluice run -i prompts.jsonl -o results.jsonl --decode 2 --no-table
-  sluice run -i prompts.jsonl -o results.jsonl --json > figures.json
+  sluice run -i prompts.jsonl -o results.jsonl --json | tail -n 1 > figures.json
+  generate-prompts | sluice run -i - -o results.jsonl
 """
 
-COUNT_BYTES = 1 << 20
+STDIN = Path("-")
 PIPE_WIDTH = 120  # a table in a log file has no terminal to ask
-MAX_WINDOW = 200  # each request in flight is followed on a connection of its own
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the command line asks for."""
+    """How the command shows what it does, and what it does besides."""
 
-    source: Path
-    target: Path
-    window: int
-    speculate: bool
+    restart: bool
     table: bool
+    profile: bool
+    log_memory: bool
     as_json: bool
 
 
 def run(  # noqa: PLR0913 - one parameter for each option
     *,
     source: Annotated[
-        Path, typer.Option("-i", "--input", exists=True, dir_okay=False, help="Requests, one JSON line each.")
+        Path, typer.Option("-i", "--input", "--input-file", help="Requests, one JSON line each; - is standard input.")
     ],
-    target: Annotated[Path, typer.Option("-o", "--output", help="Results, one JSON line each.")],
+    target: Annotated[Path, typer.Option("-o", "--output", "--output-file", help="Results, one JSON line each.")],
+    errors: Annotated[
+        Path | None,
+        typer.Option(help="Lines that failed; the same as the output keeps all together. [default: OUTPUT.errors]"),
+    ] = None,
     model: ModelOption = None,
-    window: Annotated[int, typer.Option(min=1, max=MAX_WINDOW, help="Most requests in flight at a time.")] = 64,
+    window: Annotated[
+        int, typer.Option(min=1, max=MAX_WINDOW, help="Most requests in flight at a time.")
+    ] = DEFAULT_WINDOW,
+    timeout: Annotated[
+        int, typer.Option(min=0, max=MAX_TIMEOUT_S, help="Seconds after which unfinished lines are given up; 0: never.")
+    ] = 0,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start over, even where an unfinished batch writes this output.")
+    ] = False,
     decode: NumDecode = None,
     prefill: NumPrefill = None,
-    speculate: Annotated[
-        bool, typer.Option("--speculate/--no-speculate", help="Draft tokens; never changes the text.")
-    ] = True,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of prompt and output together. [default: the model's own]")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Requests that one decode process steps at a time.")
+    ] = None,
+    response_role: Annotated[str, typer.Option(help="The role of the answers to chats.")] = "assistant",
+    output_tmp_dir: Annotated[
+        Path | None, typer.Option(help="Where finished lines are kept until the end. [default: in the home]")
+    ] = None,
+    speculate: SpeculateOption = True,
     table: Annotated[bool, typer.Option("--table/--no-table", help="Print a row for each request.")] = True,
+    profile: Annotated[bool, typer.Option("--profile", help="Print where the time of the requests went.")] = False,
+    log_memory: Annotated[bool, typer.Option("--log-memory", help="Print how much KV was held over time.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object with all figures instead of the table.")
+        bool, typer.Option("--json", help="Print JSON lines: progress, and at the end one with all figures.")
     ] = False,
 ) -> None:
     """Run a file of requests through a stack and write the results in the order of the input.
 
     The input is OpenAI's batch format, for /v1/chat/completions and /v1/completions. A line that is wrong
-    does not stop the others: its place in the output holds an error, and standard error says what it is.
-    The output file appears when everything is done; what a stopped run had finished is in OUTPUT.partial.
+    does not stop the others: it goes to the file of errors, which says what is wrong with it.
+    The output appears when everything is done. Interrupted in whatever way, the same command goes on where
+    it was: no finished line is done again. `sluice cancel` ends a batch early and keeps what it has.
     """
-    options = RunOptions(source, target, window, speculate, table, as_json)
-    execute(_run(model, replicas(prefill=prefill, decode=decode), options))
+    overrides = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    settings = command_settings(model, **{name: value for name, value in overrides.items() if value is not None})
+    target_path = resolved(target)
+    batch = BatchOptions(
+        source=source if source == STDIN else resolved(source),
+        target=target_path,
+        errors=errors_path(target_path) if errors is None else resolved(errors),
+        model=served_name(settings),
+        stack_model=settings.model,
+        speculate=speculate,
+        response_role=response_role,
+        window=window,
+        timeout_s=timeout,
+    )
+    directory = batches_dir(settings.home) if output_tmp_dir is None else resolved(output_tmp_dir)
+    shown = RunOptions(restart, table, profile, log_memory, as_json)
+    execute(_run(settings, replicas(prefill=prefill, decode=decode), batch, directory, shown))
 
 
-async def _run(model: str | None, number_of: dict[str, int], options: RunOptions) -> int:
-    settings = command_settings(model)
-    if options.target.exists() and options.target.samefile(options.source):
-        raise InvalidRequest("output", f"is the input, {options.source}")
-    output = OutputFile(options.target)
+async def _run(
+    settings: Settings, number_of: dict[str, int], batch: BatchOptions, directory: Path, shown: RunOptions
+) -> int:
+    _check_paths(batch)
+    given_up = await asyncio.to_thread(give_up, directory, batch.target) if shown.restart else None
+    stdin = sys.stdin.buffer if batch.source == STDIN else None
+    prepared = await asyncio.to_thread(prepare, batch, directory, stdin)
+    with _progress(prepared, shown) as progress:
+        stack = await choose_stack(settings, number_of, progress.note)
+        stack.leave_work = True
+        progress.note(stack.greeting)
+        async with stack:
+            summary, record = await _follow(stack, prepared, given_up, progress)
+            memory = await _memory(stack.settings, record) if shown.log_memory else []
+    _show(summary, record, memory, shown)
+    return EXIT_FAILED if summary.num_failed or record.state != "completed" else 0
+
+
+async def _follow(
+    stack: Serving, prepared: Prepared, given_up: GivenUp | None, progress: RunProgress
+) -> tuple[BatchSummary, BatchRecord]:
+    """Submit the batch and show how far it is, until it is over."""
+    async with Batches(stack.transport, stack.settings) as batches:
+        if given_up is not None:
+            await batches.give_up(given_up)
+        batch_id = await batches.submit(prepared)
+        record = await batches.read(batch_id)
+        _show_counts(progress, prepared, record)
+        progress.start()
+        if not prepared.is_new:
+            progress.note(f"{batch_id} goes on: {prepared.num_finished} of {prepared.num_lines} lines are finished")
+        try:
+            record = await stack.watched(batches.wait(batch_id, lambda seen: _show_counts(progress, prepared, seen)))
+        except BaseException:
+            progress.note(
+                f"{progress.num_done} of {prepared.num_lines} lines are finished; the same command goes on with the "
+                f"others{stack.afterwards(batch_id)}"
+            )
+            raise
+        return summary_of(record), record
+
+
+async def _memory(settings: Settings, record: BatchRecord) -> list[str]:
+    client = open_client(settings)
     try:
-        with output:
-            report = await _serve(settings, number_of, options, output)
-    except BaseException:
-        if output.num_lines:
-            print(f"{output.num_lines} finished lines are in {output.partial}", file=sys.stderr)
-        raise
-    return EXIT_FAILED if report.num_failed else 0
+        log = SampleLog(client, read_address(settings.redis_url or "").shown, Keys(settings.namespace))
+        return list(memory_lines(await log.read(1000 * record.started_ms, 1000 * record.ended_ms)))
+    finally:
+        await client.aclose()
 
 
-async def _serve(settings: Settings, number_of: dict[str, int], options: RunOptions, output: OutputFile) -> RunReport:
-    """Start a stack, send the file through it, and show the figures when it has stopped again."""
-    with options.source.open("rb") as file, make_progress(count_lines(options.source), sys.stderr) as progress:
-        progress.note("starting the stack")
-        async with await choose_stack(settings, number_of, progress.note) as stack:
-            progress.start()
-            names = TokenNames(resolve(settings.model, settings.home))
-            run = BatchRun(stack.session(), settings.model, output, progress, names)
-            started_at = time.monotonic()
-            lines = chosen_lines(file, served_name(settings), speculate=options.speculate)
-            await stack.watched(in_order(lines, run.serve, run.take, options.window))
-            wall_s = time.monotonic() - started_at
-    figures = {"startup_s": round(stack.startup_s, 3), "output": str(options.target)}
-    _show(run.report, wall_s, figures, options)
-    return run.report
+def _show_counts(progress: RunProgress, prepared: Prepared, record: BatchRecord) -> None:
+    progress.set(
+        num_lines=record.total or prepared.num_lines,
+        num_done=record.num_finished,
+        num_failed=record.failed,
+        num_tokens=record.output_tokens,
+    )
 
 
-class BatchRun:
-    """What happens to one line, and where its result goes."""
-
-    def __init__(
-        self, session: Session, model: str, output: OutputFile, progress: RunProgress, names: TokenNames
-    ) -> None:
-        """Wire it up; `model` is what the stages call the model."""
-        self.report = RunReport()
-        self._session = session
-        self._model = model
-        self._output = output
-        self._progress = progress
-        self._names = names
-
-    async def serve(self, line: BatchLine | BatchLineError) -> Answer | None:
-        """Return the answer to a line; None where there was nothing to ask."""
-        if isinstance(line, BatchLineError):
-            self._progress.line(failed=True)
-            self._progress.note(str(line))
-            return None
-        request = NewRequest(self._model, line.prompt, line.messages, line.params, line.speculate)
-        answer = await self._session.answer(request, "batch", self._saw)
-        failed = isinstance(answer.outcome, Failure)
-        self._progress.line(failed=failed)
-        if isinstance(answer.outcome, Failure):
-            outcome = answer.outcome
-            problem = f"{outcome.stage} failed: {outcome.message}"
-            self._progress.note(str(BatchLineError(line.line_number, line.custom_id, outcome.code, problem, None)))
-        return answer
-
-    def take(self, line: BatchLine | BatchLineError, answer: Answer | None) -> None:
-        """Write the result of a line, after those of all lines before it."""
-        if isinstance(line, BatchLineError):
-            self.report.add_refusal(line)
-            self._output.write(encode_line(refused_line(line)))
-            return
-        assert answer is not None, "every request has an answer"
-        submitted = answer.submitted
-        self.report.add_answer(line.custom_id, line.line_number, answer)
-        record = result_line(line, submitted.request_id, submitted.created_s, answer.outcome, self._names.token_bytes)
-        self._output.write(encode_line(record))
-
-    def _saw(self, delta: Delta) -> None:
-        self._progress.tokens(len(delta.token_ids))
+def _progress(prepared: Prepared, shown: RunOptions) -> RunProgress:
+    if shown.as_json:
+        return JsonProgress(prepared.num_lines, sys.stdout)
+    return make_progress(prepared.num_lines, sys.stderr)
 
 
-def chosen_lines(file: BinaryIO, model: str, *, speculate: bool) -> Iterator[BatchLine | BatchLineError]:
-    """Yield the lines of a file, without speculation where the command line says so."""
-    for line in read_batch(file, model):
-        yield line if speculate or isinstance(line, BatchLineError) else replace(line, speculate=False)
-
-
-def count_lines(path: Path) -> int:
-    """Return how many lines a file has, for the progress bar."""
-    num_lines, last = 0, b"\n"
-    with path.open("rb") as file:
-        while block := file.read(COUNT_BYTES):
-            num_lines += block.count(b"\n")
-            last = block[-1:]
-    return num_lines + (last != b"\n")
-
-
-def _show(report: RunReport, wall_s: float, figures: dict[str, object], options: RunOptions) -> None:
-    if options.as_json:
-        print(json.dumps(report.summary(wall_s) | figures, ensure_ascii=False))
+def _check_paths(batch: BatchOptions) -> None:
+    if str(batch.target.name) == "-":
+        raise InvalidRequest("output", "a batch outlives its command, so its results need a file; - is none")
+    if batch.source == STDIN:
         return
-    if options.table and report.num_lines:
-        width = None if sys.stdout.isatty() else PIPE_WIDTH
-        Console(width=width).print(report.table())
-    print(report.totals(wall_s))
-    print(f"results: {options.target}")
+    if not batch.source.is_file():
+        raise InvalidRequest("input", f"{batch.source} is not a file")
+    for name, path in (("output", batch.target), ("errors", batch.errors)):
+        if path.exists() and path.samefile(batch.source):
+            raise InvalidRequest(name, f"is the input, {batch.source}")
+
+
+def _show(summary: BatchSummary, record: BatchRecord, memory: list[str], shown: RunOptions) -> None:
+    wall_s = max(record.ended_ms - record.started_ms, 0) / 1000
+    if shown.as_json:
+        figures = report.figures(summary, wall_s)
+        files = {"output": str(record.options.target), "errors_file": str(record.options.errors)}
+        print(json.dumps({"event": record.state, "batch_id": record.id} | figures | files, ensure_ascii=False))
+        return
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    if shown.table and summary.rows:
+        console.print(report.table(summary))
+    if shown.profile and summary.phases:
+        console.print(report.profile(summary))
+    for line in memory:
+        print(line)
+    if record.state != "completed":
+        print(f"{record.id} was {record.state}")
+    print(report.totals(summary, wall_s))
+    print(f"results: {record.options.target}")
+    if summary.num_failed:
+        _show_errors(summary, record)
+
+
+def _show_errors(summary: BatchSummary, record: BatchRecord) -> None:
+    for problem in summary.errors[:10]:
+        named = "" if problem.custom_id is None else f" ({problem.custom_id!r})"
+        print(f"line {problem.line}{named}: {problem.message}", file=sys.stderr)
+    if summary.num_failed > 10:
+        print(f"and {summary.num_failed - 10} more", file=sys.stderr)
+    print(f"errors: {record.options.errors}")

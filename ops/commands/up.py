@@ -1,18 +1,36 @@
 """`sluice up`: a stack in the foreground, for other commands of the same home to use."""
 
 import sys
+from typing import Annotated
+
+import typer
 
 from ops.commands.common import ModelOption, NumDecode, NumPrefill, command_settings, execute, replicas
+from ops.control_server import ControlServer
 from ops.running import UpLock
 from ops.stack import Stack
 
+NAME_WIDTH = len("compressor-64")
 
-def up(model: ModelOption = None, decode: NumDecode = None, prefill: NumPrefill = None) -> None:
+
+def up(
+    model: ModelOption = None,
+    tokenizer: Annotated[
+        int | None, typer.Option("--tokenizer", min=1, max=64, metavar="N", help="Tokenizer processes.")
+    ] = None,
+    prefill: NumPrefill = None,
+    compressor: Annotated[
+        int | None, typer.Option("--compressor", min=1, max=64, metavar="N", help="Compressor processes.")
+    ] = None,
+    decode: NumDecode = None,
+) -> None:
     """Run a stack until Ctrl-C; `sluice run` and `sluice generate` then use it instead of starting one.
 
-    The stages' logs are shown here and kept under the home, in logs/.
+    The stages' logs are shown here and kept under the home, in logs/. `sluice scale` changes how many processes
+    there are while it runs.
     """
-    execute(_up(model, replicas(prefill=prefill, decode=decode)), log_level="info")
+    number_of = replicas(tokenizer=tokenizer, prefill=prefill, compressor=compressor, decode=decode)
+    execute(_up(model, number_of), log_level="info")
 
 
 async def _up(model: str | None, number_of: dict[str, int]) -> int:
@@ -20,7 +38,8 @@ async def _up(model: str | None, number_of: dict[str, int]) -> int:
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = UpLock(settings.home)
     try:
-        async with Stack(settings, number_of, echo=_relay) as stack:
+        stack = Stack(settings, number_of, echo=_relay)
+        async with ControlServer(settings.home, lambda: stack.supervisor), stack:
             lock.announce(stack.settings)
             _say(f"ready after {stack.startup_s:.1f} s: {settings.model} at {stack.settings.redis_url}")
             _say("Ctrl-C stops it")
@@ -30,7 +49,7 @@ async def _up(model: str | None, number_of: dict[str, int]) -> int:
 
 
 def _relay(name: str, line: str) -> None:
-    print(f"{name:<12} | {line}", flush=True)
+    print(f"{name:<{NAME_WIDTH}} | {line}", flush=True)
 
 
 def _say(line: str) -> None:

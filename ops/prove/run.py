@@ -13,10 +13,11 @@ from ops.in_order import in_order
 from ops.prove.batch import with_other_seeds
 from ops.prove.matrix import Case, StackChoice, by_stack
 from ops.prove.outputs import Output
-from ops.session import Answer, Session
 from ops.stack import Stack
 from pipeline.batch.lines import BatchLine
 from pipeline.batch.results import Completion
+from pipeline.client.answers import Answer
+from pipeline.client.client import Client
 from pipeline.errors import SluiceError
 from pipeline.settings import Settings
 
@@ -78,11 +79,11 @@ def _settings(settings: Settings, choice: StackChoice) -> Settings:
 
 
 async def _run(stack: Stack, case: Case, lines: Sequence[BatchLine]) -> CaseRun:
-    session = stack.session()
+    client = stack.client()
     ordered = list(lines) if case.order == "forward" else list(reversed(lines))
     asks = [replace(line, speculate=case.speculate) for line in ordered]
     started_at = time.monotonic()
-    answers = await stack.watched(_answers(session, asks))
+    answers = await stack.watched(_answers(client, asks))
     completions = [_completion(line, answer) for line, answer in zip(ordered, answers, strict=True)]
     return CaseRun(
         case=case,
@@ -93,10 +94,10 @@ async def _run(stack: Stack, case: Case, lines: Sequence[BatchLine]) -> CaseRun:
     )
 
 
-async def _answers(session: Session, asks: Sequence[BatchLine]) -> list[Answer]:
+async def _answers(client: Client, asks: Sequence[BatchLine]) -> list[Answer]:
     """Send all at once and wait for all; the order of sending is that of the list."""
     answers: list[Answer] = []
-    await in_order(asks, lambda ask: session.answer(ask, "batch"), lambda _, answer: answers.append(answer), len(asks))
+    await in_order(asks, lambda ask: client.answer(ask, "batch"), lambda _, answer: answers.append(answer), len(asks))
     return answers
 
 

@@ -91,8 +91,15 @@ def read_batch(file: BinaryIO, model: str) -> Iterator[BatchLine | BatchLineErro
     """
     first_lines: dict[bytes, int] = {}
     for line_number, raw in _raw_lines(file):
-        if raw is None or raw.strip():
-            yield _parse(line_number, raw, model, first_lines)
+        if raw is not None and not raw.strip():
+            continue
+        line = parse_line(line_number, raw, model)
+        if line.custom_id is not None:
+            digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
+            first = first_lines.setdefault(digest, line_number)
+            if first != line_number:
+                line = parse_line(line_number, raw, model, first)
+        yield line
 
 
 def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
@@ -108,14 +115,23 @@ def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
             raw = file.readline(MAX_LINE_BYTES + 1)
 
 
-def _parse(
-    line_number: int, raw: bytes | None, model: str, first_lines: dict[bytes, int]
+def parse_line(
+    line_number: int, raw: bytes | None, model: str, first_line: int | None = None
 ) -> BatchLine | BatchLineError:
+    """Return one request, or what is wrong with it.
+
+    Args:
+        line_number: from 1.
+        raw: the line's bytes; None stands for one that is too long.
+        model: the name that this stack serves.
+        first_line: number of an earlier line with the same custom_id, if there is one.
+    """
     custom_id: str | None = None
     try:
         line = _json_object(raw)
         custom_id = _custom_id(line)
-        _refuse_duplicate(custom_id, line_number, first_lines)
+        if first_line is not None:
+            raise DuplicateCustomId("custom_id", f"{shown(custom_id)} is already on line {first_line}")
         endpoint = _endpoint(line)
         body = parse_body(endpoint, _body(line), model)
     except InvalidRequest as error:
@@ -178,13 +194,6 @@ def _custom_id(line: dict[str, object]) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_CUSTOM_ID_CHARS or not is_unicode(value):
         raise InvalidLine("custom_id", f"must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters, got {shown(value)}")
     return value
-
-
-def _refuse_duplicate(custom_id: str, line_number: int, first_lines: dict[bytes, int]) -> None:
-    digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
-    first = first_lines.setdefault(digest, line_number)
-    if first != line_number:
-        raise DuplicateCustomId("custom_id", f"{shown(custom_id)} is already on line {first}")
 
 
 def _endpoint(line: dict[str, object]) -> Endpoint:

@@ -70,6 +70,7 @@ def result_line(
     created_s: int,
     outcome: Completion | Failure,
     token_bytes: TokenBytes | None = None,
+    role: str = "assistant",
 ) -> dict[str, object]:
     """Return the output line of a request that was admitted.
 
@@ -79,6 +80,7 @@ def result_line(
         created_s: epoch seconds.
         outcome: from `outcome_of`.
         token_bytes: the bytes of a token, to name tokens in logprobs; without it they are `token_id:<id>`.
+        role: of the answer to a chat.
     """
     if isinstance(outcome, Failure):
         error = _error(line.line_number, outcome.code, outcome.message, outcome.field)
@@ -87,7 +89,7 @@ def result_line(
     response: dict[str, object] = {
         "status_code": 200,
         "request_id": request_id,
-        "body": _body(line, request_id, created_s, outcome, token_bytes),
+        "body": _body(line, request_id, created_s, outcome, _Naming(token_bytes, role)),
     }
     return _output(request_id, line.custom_id, response, None)
 
@@ -114,7 +116,7 @@ def _output(
     error: dict[str, object] | None,
 ) -> dict[str, object]:
     return {
-        "id": f"batch_req_{request_id}",
+        "id": f"batch_req_{request_id.removeprefix('req_').removeprefix('batch_')}",
         "custom_id": custom_id,
         "response": response,
         "error": error,
@@ -125,16 +127,24 @@ def _error(line_number: int, code: str, message: str, field: str | None) -> dict
     return {"code": code, "message": message, "param": field, "line": line_number}
 
 
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """What tokens and answers are called."""
+
+    token_bytes: TokenBytes | None
+    role: str
+
+
 def _body(
-    line: BatchLine, request_id: str, created_s: int, completion: Completion, token_bytes: TokenBytes | None
+    line: BatchLine, request_id: str, created_s: int, completion: Completion, naming: _Naming
 ) -> dict[str, object]:
     chat = line.endpoint == _CHAT
     choice: dict[str, object] = {"index": 0}
     if chat:
-        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        choice["message"] = {"role": naming.role, "content": completion.text, "refusal": None}
     else:
         choice["text"] = completion.text
-    choice["logprobs"] = _logprobs(completion.logprobs, token_bytes, chat=chat)
+    choice["logprobs"] = _logprobs(completion.logprobs, naming.token_bytes, chat=chat)
     choice["finish_reason"] = completion.finish_reason
     choice["token_ids"] = list(completion.token_ids)
     return {

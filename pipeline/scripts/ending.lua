@@ -1,10 +1,12 @@
 -- Shared by the scripts that end requests; the loader puts it where they say `-- include: ending.lua`.
 local ENDED = { finished = true, failed = true, cancelled = true }
 
+local BATCH_OVER = { completed = true, failed = true, cancelled = true, expired = true }
+
 -- Writes the terminal entry: nothing can follow it, and all that is left of the request has a TTL. A line of a
--- batch has one only after its batch has collected it (batch_collected.lua); until then the batch's own stream
--- remembers it. That stream's name comes from the request's state, since whoever ends a request does not know
--- of batches.
+-- batch that goes on has one only after its batch has collected it (batch_collected.lua); until then the batch's
+-- own stream remembers it. Whose line it is stands in the request's state, since whoever ends a request does not
+-- know of batches.
 local function end_request(r, terminal, state, finished, result_ttl_s, max_finished)
   redis.call('XADD', r.results, '1-0', 'p', terminal)
   redis.call('HSET', r.request, 'state', state)
@@ -12,9 +14,10 @@ local function end_request(r, terminal, state, finished, result_ttl_s, max_finis
   redis.call('DEL', r.chunks)
   redis.call('XADD', finished, 'MAXLEN', '~', max_finished, '*', 'id', r.id, 'p', terminal)
   redis.call('EXPIRE', finished, result_ttl_s)
-  local line = redis.call('HMGET', r.request, 'done', 'line')
-  if line[1] then
-    redis.call('XADD', line[1], '*', 'line', line[2])
+  local of = redis.call('HMGET', r.request, 'batch', 'line')
+  local batch_state = of[1] and redis.call('HGET', of[1], 'state')
+  if batch_state and not BATCH_OVER[batch_state] then
+    redis.call('XADD', of[1] .. ':done', '*', 'line', of[2])
     return
   end
   redis.call('EXPIRE', r.request, result_ttl_s)

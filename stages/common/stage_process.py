@@ -20,6 +20,7 @@ from pipeline.leases import LeaseKeeper, stop_on_signals
 from pipeline.logs import configure_logs
 from pipeline.settings import Settings, load_settings
 from pipeline.transport import Transport
+from stages.common.environment import prepare_process
 from stages.common.handshake import Registration
 from stages.gguf.errors import GgufError
 from stages.text.errors import TextError
@@ -65,9 +66,13 @@ async def stage_process(
 
 
 def run_stage(stage: str, serve: Callable[[Settings], Coroutine[Any, Any, None]]) -> None:
-    """Read the settings, serve until stopped, and explain an end that the operator can mend."""
+    """Read the settings, serve until stopped, and explain an end that the operator can mend.
+
+    `serve` imports the engine itself, if it needs it: its environment is not set before this is called.
+    """
     try:
         settings = load_settings()
+        prepare_process(settings.home)
         configure_logs(stage, settings.log_level)
         asyncio.run(serve(settings))
     except* _EXPLAINED as group:  # plain, or as a task group wraps it

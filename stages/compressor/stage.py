@@ -17,6 +17,7 @@ from kv_store.packing import pages_of
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
+from pipeline.boundaries import COMPRESSOR_CLAIMED, SEALED
 from pipeline.clock import now_us
 from pipeline.messages import RawChunk, SealedChunk
 from pipeline.transport import AddChunk, Delivery, Outcome, Transaction
@@ -43,14 +44,15 @@ class CompressorStage:
             WireError: The payload is not a RawChunk.
             PoolError: The pool cannot take the blob now; the delivery is tried again.
         """
-        raw = wire.unpack(delivery.payload, RawChunk).stamped("compressor_claimed", now_us())
+        raw = wire.unpack(delivery.payload, RawChunk)
+        raw = raw.stamped(COMPRESSOR_CLAIMED, now_us(), delivery.consumer, raw.chunk_index)
         try:
             ref = await asyncio.to_thread(self._seal, raw)
         except (BlobError, BlobMismatchError) as error:
             # Decode computes again what it cannot read, so the request need not fail: pass the reference on.
             log.warning("raw_chunk_unusable", request_id=raw.request_id, chunk=raw.chunk_index, reason=str(error))
             ref = raw.ref
-        stamps = raw.stamped("sealed", now_us()).stamps
+        stamps = raw.stamped(SEALED, now_us(), delivery.consumer, raw.chunk_index).stamps
         sealed = SealedChunk(chunk_index=raw.chunk_index, ref=ref, content_address=raw.content_address, stamps=stamps)
         add = AddChunk(raw.chunk_index, wire.pack(sealed))
         return Transaction(delivery, raw.request_id, raw.attempt, (add,), ack=True)

@@ -3,9 +3,6 @@
 from kv_store.pool import FilePool
 from pipeline.settings import Settings
 from stages.common.stage_process import run_stage, stage_process
-from stages.decode.admission import Admission
-from stages.decode.stage import DecodeStage
-from stages.engine.engine import Engine
 from stages.gguf.model_files import resolve
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
@@ -13,6 +10,11 @@ from stages.text.vocabulary import Vocabulary
 
 async def serve(settings: Settings) -> None:
     """Decode until told to stop."""
+    # Here and not above: numba and torch read their environment while they are imported, and run_stage sets it first.
+    from stages.decode.admission import Admission
+    from stages.decode.stage import DecodeStage
+    from stages.engine.engine import Engine
+
     model_path = resolve(settings.model, settings.home)
     tokenizer = Tokenizer(Vocabulary.from_gguf(model_path))
     with (

@@ -13,6 +13,7 @@ from kv_store.errors import KvStoreError
 from kv_store.packing import PayloadSizeError
 from kv_store.pool import FilePool
 from pipeline import wire
+from pipeline.boundaries import DECODE_CLAIMED, KV_LOADED
 from pipeline.clock import now_us
 from pipeline.errors import UnknownRequest
 from pipeline.leases import LeaseKeeper
@@ -57,7 +58,10 @@ class Admission:
         if message is None:
             return None
         failure = self._refusal(message)
-        effects: tuple[Effect, ...] = (fail(failure, message.stamps),) if failure is not None else ()
+        effects: tuple[Effect, ...] = ()
+        if failure is not None:
+            stamps = message.stamped(DECODE_CLAIMED, now_us(), delivery.consumer).stamps
+            effects = (fail(failure, stamps, delivery.consumer),)
         # Without effects it only asks whether the request is still open, and ours.
         transaction = Transaction(delivery, message.request_id, message.attempt, effects, ack=bool(effects))
         [outcome] = await self._transport.commit([transaction])
@@ -81,7 +85,7 @@ class Admission:
 
     async def admit(self, delivery: Delivery, message: PrefilledPrompt, pages: list[int]) -> DecodeRequest:
         """Load a request into `pages`, which it owns from now on."""
-        stamps = (*message.stamps, Stamp(boundary="decode_claimed", at_us=now_us()))
+        claimed = Stamp(boundary=DECODE_CLAIMED, at_us=now_us(), by=delivery.consumer)
         output_token_ids = [message.first_token_id]
         if delivery.tries > 1:
             output_token_ids = await self._emitted(message) or output_token_ids
@@ -91,7 +95,8 @@ class Admission:
         text = OutputText(self._tokenizer, message.params.stop)
         for token_id in output_token_ids:
             text.push(token_id)
-        stamps = (*stamps, *chunk_stamps, Stamp(boundary="kv_loaded", at_us=now_us()))
+        loaded = claimed.model_copy(update={"boundary": KV_LOADED, "at_us": now_us()})
+        stamps = (*message.stamps, *chunk_stamps, claimed, loaded)
         return DecodeRequest(delivery, message, sequence, text, stamps)
 
     def _sequence(self, message: PrefilledPrompt, pages: list[int]) -> Sequence:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from pipeline.boundaries import FINISHED
 from pipeline.clock import now_us
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import Stamp
@@ -106,7 +107,7 @@ class DecodeStage:
 
     async def _retire(self, requests: Sequence[DecodeRequest]) -> list[Transaction]:
         """Transactions of a step; requests that ended with it, or were lost meanwhile, leave their pages."""
-        now = Stamp(boundary="finished", at_us=now_us())
+        now = Stamp(boundary=FINISHED, at_us=now_us(), by=self._transport.consumer)
         alive = [request for request in requests if request.key in self._running]
         transactions = [request.emission(now) for request in alive]
         for request in requests:

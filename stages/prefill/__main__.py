@@ -4,18 +4,20 @@ from kv_store.pool import FilePool
 from pipeline.settings import Settings
 from stages.common.stage_process import run_stage, stage_process
 from stages.engine.config import ModelConfig
-from stages.engine.engine import Engine
-from stages.engine.kv_cache import pages_for
 from stages.gguf.file import GgufFile
 from stages.gguf.model_files import resolve
-from stages.prefill.handover import Handover
-from stages.prefill.stage import PrefillLimits, PrefillStage
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
 
 
 async def serve(settings: Settings) -> None:
     """Prefill until told to stop."""
+    # Here and not above: numba and torch read their environment while they are imported, and run_stage sets it first.
+    from stages.engine.engine import Engine
+    from stages.engine.kv_cache import pages_for
+    from stages.prefill.handover import Handover
+    from stages.prefill.stage import PrefillLimits, PrefillStage
+
     model_path = resolve(settings.model, settings.home)
     with GgufFile.open(model_path) as file:
         trained_len = ModelConfig.from_gguf(file).max_model_len

@@ -13,6 +13,7 @@ from kv_store.packing import PageArrays, packed_bytes, paged_bytes
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
+from pipeline.boundaries import CHUNK_WRITTEN, SEALED
 from pipeline.clock import now_us
 from pipeline.messages import RawChunk, SealedChunk, Stamp, TokenizedPrompt
 from pipeline.transport import AddChunk, Effect, Publish
@@ -62,16 +63,21 @@ class Handover:
         sealed_bytes = num_chunks * HEADER_BYTES + packed_bytes(layout, codec, num_prompt_tokens)
         return max(sealed_bytes, self.room_bytes) if self._seal else sealed_bytes + self.room_bytes
 
-    async def effect(self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId) -> tuple[Effect, BlobRef]:
+    async def effect(
+        self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, computed: Stamp
+    ) -> tuple[Effect, BlobRef]:
         """Write the chunk's blob; returns the effect that makes it known, and its reference.
+
+        `computed` says when and by whom the chunk was computed; its stamps begin with it.
 
         Raises:
             PoolFull: There was no room for POOL_WAIT_S.
         """
-        computed = Stamp(boundary="chunk_computed", at_us=now_us())
         ref = await self._write(chunk, self._pages(sequence, chunk))
-        stamps = (computed, Stamp(boundary="chunk_written", at_us=now_us()))
+        written = computed.model_copy(update={"boundary": CHUNK_WRITTEN, "at_us": now_us()})
+        stamps = (computed, written)
         if self._seal:
+            stamps = (*stamps, written.model_copy(update={"boundary": SEALED}))
             sealed = SealedChunk(chunk_index=chunk.index, ref=ref, content_address=chunk.content_address, stamps=stamps)
             return AddChunk(chunk.index, wire.pack(sealed)), ref
         raw = RawChunk(

@@ -14,11 +14,12 @@ from kv_store.errors import PoolFull
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
+from pipeline.boundaries import CHUNK_COMPUTED, FINISHED, FIRST_TOKEN, PREFILL_CLAIMED
 from pipeline.clock import now_us
 from pipeline.errors import ServerError
 from pipeline.keys import PRIORITIES
 from pipeline.leases import LeaseKeeper
-from pipeline.messages import Failure, PrefilledPrompt, TokenizedPrompt
+from pipeline.messages import Failure, PrefilledPrompt, Stamp, TokenizedPrompt
 from pipeline.transport import Delivery, Effect, Emit, Finish, Outcome, Plan, Transaction, Transport
 from stages.common import results
 from stages.common.chunking import chunks_of
@@ -109,7 +110,7 @@ class PrefillStage:
             return
         if opened.max_tokens > 1 and not await self._wait_for_pool(delivery, opened, stopping):
             return
-        message = opened.stamped("prefill_claimed", now_us())
+        message = opened.stamped(PREFILL_CLAIMED, now_us(), delivery.consumer)
         sequence = self._sequence(message)
         try:
             await self._compute(delivery, message, sequence)
@@ -117,7 +118,7 @@ class PrefillStage:
             log.info("request_dropped", request_id=message.request_id, outcome=str(lost))
         except PoolFull as error:
             failure = Failure(stage="prefill", code="kv_pool_full", message=str(error), retryable=True)
-            effects = (fail(failure, message.stamps),)
+            effects = (fail(failure, message.stamps, delivery.consumer),)
             await self._commit(delivery, message, effects, ack=True)
         finally:
             self._engine.cache.free(sequence.block_table)
@@ -133,7 +134,7 @@ class PrefillStage:
         if needed > self._pool.quota_bytes:
             problem = f"the KV of its prompt takes {needed} bytes, and the pool has {self._pool.quota_bytes}"
             failure = Failure(stage="prefill", code="kv_pool_too_small", message=problem, retryable=False)
-            await self._commit(delivery, message, (fail(failure, message.stamps),), ack=True)
+            await self._commit(delivery, message, (fail(failure, message.stamps, delivery.consumer),), ack=True)
             return False
         while self._pool.free_bytes() < needed:
             if stopping.is_set():
@@ -174,14 +175,15 @@ class PrefillStage:
                     )
                     self._leases.progressed()
                     if message.max_tokens > 1:  # else it ends here, and nobody will read its KV
-                        handovers.create_task(self._publish(delivery, message, sequence, chunk))
+                        computed = _computed(delivery, chunk, now_us())
+                        handovers.create_task(self._publish(delivery, message, sequence, chunk, computed))
                 token, text, reason = await self._engine.compute(self._last_chunk, message, sequence, last)
                 self._leases.progressed()
         except* LostRequestError as lost:
             raise LostRequestError(str(lost.exceptions[0])) from lost
         except* PoolFull as full:
             raise full.exceptions[0] from full
-        message = message.stamped("prefill_computed", now_us())
+        message = message.stamped(FIRST_TOKEN, now_us(), delivery.consumer)
         await self._finish(delivery, message, sequence, last, results.emit(0, [token], text.first), text, reason)
 
     def _last_chunk(
@@ -206,11 +208,12 @@ class PrefillStage:
         reason: EndReason | None,
     ) -> None:
         if reason is not None:
-            stamps = message.stamped("finished", now_us()).stamps
+            stamps = message.stamped(FINISHED, now_us(), delivery.consumer).stamps
             end = results.finish(reason, text.rest.finish(), sequence, stamps)
             await self._commit(delivery, message, (first_token, end), ack=True)
             return
-        chunk_effect, ref = await self._handover.effect(message, sequence, last)
+        computed = _computed(delivery, last, message.stamps[-1].at_us)
+        chunk_effect, ref = await self._handover.effect(message, sequence, last, computed)
         plan = self._plan(message, sequence, last.index + 1)
         await self._commit(delivery, message, (first_token, chunk_effect, plan), ack=True, ref=ref)
 
@@ -231,9 +234,11 @@ class PrefillStage:
         )
         return Plan(num_chunks, message.priority, wire.pack(prefilled))
 
-    async def _publish(self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId) -> None:
+    async def _publish(
+        self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, computed: Stamp
+    ) -> None:
         async with self._handing_over:
-            effect, ref = await self._handover.effect(message, sequence, chunk)
+            effect, ref = await self._handover.effect(message, sequence, chunk, computed)
             await self._commit(delivery, message, (effect,), ack=False, ref=ref)
 
     async def _commit(
@@ -255,6 +260,10 @@ class PrefillStage:
             await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
         if outcome not in _KEPT:
             raise LostRequestError(outcome)
+
+
+def _computed(delivery: Delivery, chunk: ChunkId, at_us: int) -> Stamp:
+    return Stamp(boundary=CHUNK_COMPUTED, at_us=at_us, by=delivery.consumer, chunk=chunk.index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from pipeline import wire
+from pipeline.boundaries import TOKENIZED, TOKENIZER_CLAIMED
 from pipeline.clock import now_us
 from pipeline.errors import InvalidRequest
 from pipeline.messages import GenerateRequest, TokenizedPrompt
@@ -46,8 +47,9 @@ class TokenizerStage:
             WireError: The payload is not a GenerateRequest.
             InvalidRequest: It can never be served; the harness ends it with that error.
         """
-        request = wire.unpack(delivery.payload, GenerateRequest).stamped("tokenizer_claimed", now_us())
-        tokenized = await asyncio.to_thread(self._tokenize, request)
+        by = delivery.consumer
+        request = wire.unpack(delivery.payload, GenerateRequest).stamped(TOKENIZER_CLAIMED, now_us(), by)
+        tokenized = (await asyncio.to_thread(self._tokenize, request)).stamped(TOKENIZED, now_us(), by)
         publish = Publish("prefill", request.priority, wire.pack(tokenized))
         return Transaction(delivery, request.request_id, request.attempt, (publish,), ack=True)
 
@@ -73,7 +75,7 @@ class TokenizerStage:
             params=request.params,
             max_tokens=max_tokens,
             speculate=request.speculate,
-            stamps=request.stamped("tokenized", now_us()).stamps,
+            stamps=request.stamps,
         )
 
     def _encode(self, request: GenerateRequest) -> list[int]:

@@ -14,11 +14,13 @@ import pytest
 from redis.asyncio import Redis
 
 from kv_store.pool import FilePool
-from ops.session import Answer, NewRequest
+from ops.crashes import RestartPolicy
+from ops.serving import Serving
 from ops.stack import Stack
-from ops.supervisor import RestartPolicy
 from ops.valkey import EmbeddedValkey
 from pipeline.batch.results import Completion
+from pipeline.client.answers import Answer
+from pipeline.client.asks import NewRequest
 from pipeline.messages import Delta, TokenLogprobs
 from pipeline.params import parse_params
 from pipeline.settings import PREFIX, Settings
@@ -89,18 +91,18 @@ def new_settings(**fields: object) -> Settings:
         return Settings(**fields)  # pyright: ignore[reportArgumentType] - validated here
 
 
-def ask(stack: Stack, prompt: str, max_tokens: int, *, speculate: bool = True, **params: object) -> NewRequest:
+def ask(stack: Serving, prompt: str, max_tokens: int, *, speculate: bool = True, **params: object) -> NewRequest:
     """A request of this stack's model; greedy with seed 1 unless it says otherwise."""
     values = {"seed": 1, "temperature": 0.0, "max_tokens": max_tokens} | params
     return NewRequest(stack.settings.model, prompt, None, parse_params(values), speculate)
 
 
 async def results_of(
-    stack: Stack, asks: Sequence[NewRequest], on_delta: Callable[[Delta], None] = lambda _: None
+    stack: Serving, asks: Sequence[NewRequest], on_delta: Callable[[Delta], None] = lambda _: None
 ) -> list[Result]:
     """Send requests all at once; their results."""
-    session = stack.session(stall_timeout_s=DEADLINE_S)
-    answers = (session.answer(one, "interactive", on_delta) for one in asks)
+    client = stack.client(stall_timeout_s=DEADLINE_S)
+    answers = (client.answer(one, "interactive", on_delta) for one in asks)
     return [Result.of(answer) for answer in await stack.watched(_gathered(answers))]
 
 

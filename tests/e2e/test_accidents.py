@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from kv_store.pool import FilePool
-from ops.session import NewRequest
 from ops.stack import Stack, stage_environment
+from pipeline.client.asks import NewRequest
 from pipeline.keys import PRIORITIES
 from pipeline.messages import Delta
 from tests.e2e.stacks import (

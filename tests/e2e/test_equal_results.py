@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ops.session import NewRequest
 from ops.stack import Stack
 from pipeline.batch.lines import BatchLine, read_batch
+from pipeline.client.asks import NewRequest
 from tests.e2e.stacks import Result, results_of, running_stack
 
 MODEL = "smollm2-135m-instruct"

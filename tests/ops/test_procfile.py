@@ -17,8 +17,8 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_projects_own_procfile_has_a_line_for_each_stage_in_order() -> None:
     lines = read_procfile(default_procfile())
-    assert [line.stage for line in lines] == list(STAGES)
-    assert [line.command for line in lines] == [(sys.executable, "-m", f"stages.{stage}") for stage in STAGES]
+    assert [line.stage for line in lines] == ["jobs", *STAGES]
+    assert [line.command for line in lines] == [(sys.executable, "-m", f"stages.{line.stage}") for line in lines]
 
 
 def test_comments_and_blank_lines_are_skipped_and_quotes_are_kept_together(tmp_path: Path) -> None:

@@ -8,22 +8,23 @@ from rich.console import Console
 
 from ops import report as report_module
 from ops.report import RunReport
-from ops.session import Answer, Submitted, Timing
 from pipeline.batch.lines import BatchLineError
 from pipeline.batch.results import Completion
-from pipeline.messages import Failure, Usage
+from pipeline.client.answers import Answer, Timing
+from pipeline.client.asks import Submitted
+from pipeline.messages import Failure, Terminal, Usage
 
 
 def answer(num_tokens: int = 5, first_at: float = 1.0, last_at: float = 2.0, drafted: int = 0) -> Answer:
     usage = Usage(prompt_tokens=10, completion_tokens=num_tokens, draft_tokens=drafted, accepted_tokens=drafted // 2)
     outcome = Completion(tuple(range(num_tokens)), "text", "stop", usage)
     timing = Timing(0.0, first_at, last_at, num_tokens)
-    return Answer(Submitted("req_x", 1, 0, 0.0), outcome, timing, "")
+    return Answer(Submitted("req_x", 1, 0, 0.0), outcome, timing, Terminal(finish_reason="stop"), last_at)
 
 
 def failed() -> Answer:
     failure = Failure(stage="decode", code="internal_error", message="broke", retryable=True)
-    return Answer(Submitted("req_x", 1, 0, 0.0), failure, Timing(0.0), "")
+    return Answer(Submitted("req_x", 1, 0, 0.0), failure, Timing(0.0), Terminal(finish_reason="error"), 1.0)
 
 
 def text_of(report: RunReport) -> str:

@@ -8,24 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from ops.crashes import RestartPolicy, StageFailed
 from ops.leftovers import Leftovers
 from ops.pool_share import PoolShare
+from ops.procfile import default_procfile, read_procfile
 from ops.running import Advert, AlreadyUp, AttachedStack, StackGone, UpLock
-from ops.session import NewRequest, Session
-from ops.stack import Stack, choose_stack, stage_environment
-from ops.supervisor import RestartPolicy, StageFailed
+from ops.serving import Serving
+from ops.stack import DRAIN_ORDER, Stack, choose_stack, stage_environment
 from ops.valkey import EmbeddedValkey, ValkeyFailed
 from pipeline.batch.results import Completion
+from pipeline.client.asks import NewRequest
+from pipeline.client.client import Client
 from pipeline.connect import open_transport
-from pipeline.errors import InvalidRequest, UnknownRequest
+from pipeline.errors import InvalidRequest
 from pipeline.keys import STAGES
+from pipeline.messages import Failure
 from pipeline.params import SamplingParams
 from pipeline.settings import Settings
-from stages.engine.kernel_cache import kernel_cache
 from stages.gguf.model_files import ModelFileError
 from tests.ops.answering import CRASH_WORD, HANG_WORD
 from tests.ops.waiting import wait_for_end
 
+CANCELLED = Failure(stage="client", code="cancelled", message="was cancelled", retryable=False)
 QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, max_in_a_row=3)
 
 
@@ -33,10 +37,19 @@ def asking(prompt: str, model: str = "tiny") -> NewRequest:
     return NewRequest(model, prompt, None, SamplingParams(seed=1))
 
 
-async def answer(session: Session, prompt: str) -> str:
-    outcome = (await asyncio.wait_for(session.answer(asking(prompt), "batch"), 60)).outcome
+async def answer(client: Client, prompt: str) -> str:
+    outcome = (await asyncio.wait_for(client.answer(asking(prompt), "batch"), 60)).outcome
     assert isinstance(outcome, Completion)
     return outcome.text
+
+
+async def interrupted(stack: Serving) -> str:
+    """Ask for what is never answered, stop waiting for it, and return its id."""
+    client = stack.client()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(client.answer(asking(HANG_WORD), "batch"), 0.5)
+    [request_id] = client.unanswered
+    return request_id
 
 
 def pids(stack: Stack) -> list[int]:
@@ -65,7 +78,7 @@ def blobs_in(pool_dir: Path) -> list[str]:
 async def test_stack_answers_and_leaves_neither_processes_nor_entries(stack_settings: Settings, procfile: Path) -> None:
     warnings: list[str] = []
     async with Stack(stack_settings, {"tokenizer": 2}, procfile=procfile, warn=warnings.append) as stack:
-        assert await answer(stack.session(), "a b") == "A B seed 1"
+        assert await answer(stack.client(), "a b") == "A B seed 1"
         assert stack.settings.redis_url == f"unix://{stack_settings.home}/valkey/server.sock"
         assert stack.startup_s > 0
         running = pids(stack)
@@ -82,22 +95,18 @@ async def test_requests_that_nobody_waits_for_any_more_end_with_the_stack(
 ) -> None:
     warnings: list[str] = []
     async with Stack(stack_settings, procfile=procfile, warn=warnings.append) as stack:
-        session = stack.session()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.answer(asking(HANG_WORD), "batch"), 0.5)
-        [request_id] = session.unfinished
+        request_id = await interrupted(stack)
     async with queues_of(stack_settings) as queues:
         assert await queues.count(STAGES) == 0
     async with Stack(stack_settings, procfile=procfile, warn=warnings.append) as stack:
-        with pytest.raises(UnknownRequest):
-            await stack.transport.read_results(request_id, 0, 0.1)
+        assert (await stack.client().result(request_id)) == CANCELLED
     assert warnings == []
 
 
 async def test_entries_of_others_are_kept_and_told(stack_settings: Settings, procfile: Path) -> None:
     warnings: list[str] = []
     async with Stack(stack_settings, procfile=procfile, warn=warnings.append) as stack:
-        await Session(stack.transport).submit(asking(HANG_WORD), "batch")  # a session that the stack does not know
+        await stack.client().submit(asking(HANG_WORD), "batch")  # nobody said that it ends with this stack
     assert warnings == ["1 entries are left in the queues; the next start goes on with them"]
     async with queues_of(stack_settings) as queues:
         assert await queues.count(STAGES) == 1
@@ -129,9 +138,9 @@ async def test_pool_that_another_stack_uses_is_not_swept(
 async def test_crash_looping_stage_ends_the_work_with_its_last_lines(stack_settings: Settings, procfile: Path) -> None:
     stack_settings = stack_settings.model_copy(update={"lease_s": 0.3})
     async with Stack(stack_settings, procfile=procfile, policy=QUICK) as stack:
-        session = stack.session()
+        client = stack.client()
         with pytest.raises(StageFailed, match="tokenizer was ended by SIGKILL, 3 times in a row"):
-            await asyncio.wait_for(stack.watched(session.answer(asking(CRASH_WORD), "batch")), 60)
+            await asyncio.wait_for(stack.watched(client.answer(asking(CRASH_WORD), "batch")), 60)
 
 
 async def test_stage_that_cannot_start_is_told_and_what_had_started_is_stopped(
@@ -175,7 +184,7 @@ async def test_given_server_is_used_and_none_is_embedded(
 ) -> None:
     settings = stack_settings.model_copy(update={"redis_url": valkey_url, "namespace": namespace})
     async with Stack(settings, procfile=procfile) as stack:
-        assert await answer(stack.session(), "a") == "A seed 1"
+        assert await answer(stack.client(), "a") == "A seed 1"
     assert not (settings.home / "valkey").exists()
 
 
@@ -197,13 +206,12 @@ async def test_commands_use_the_stack_that_is_up(stack_settings: Settings, procf
         assert isinstance(stack, AttachedStack)
         assert "not this command" in warnings[0]
         async with stack:
-            assert await answer(stack.session(), "a") == "A seed 1"
-            unfinished = await stack.session().submit(asking(HANG_WORD), "batch")
+            assert await answer(stack.client(), "a") == "A seed 1"
+            request_id = await interrupted(stack)
             lock.release()
             with pytest.raises(StackGone, match="has ended"):
                 await stack.watched(asyncio.sleep(600))
-        with pytest.raises(UnknownRequest):  # taken back when the command ended
-            await up.transport.read_results(unfinished.request_id, 0, 0.1)
+        assert (await up.client().result(request_id)) == CANCELLED  # when the command ended
         assert isinstance(await choose_stack(stack_settings, {}), Stack)
 
 
@@ -221,11 +229,14 @@ def test_stack_that_is_up_with_another_model_is_refused(stack_settings: Settings
         AttachedStack(stack_settings, advert)
 
 
+def test_every_process_of_the_procfile_has_its_place_in_the_order_of_stopping() -> None:
+    assert {line.stage for line in read_procfile(default_procfile())} == set(DRAIN_ORDER)
+
+
 def test_stages_get_exactly_these_settings(stack_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_MODEL", "another")
     monkeypatch.setenv("SLUICE_ZSTD_KV", "true")
     environment = stage_environment(stack_settings)
     assert environment["SLUICE_MODEL"] == stack_settings.model
     assert environment["SLUICE_ZSTD_KV"] == str(stack_settings.zstd_kv)
-    assert environment["NUMBA_CACHE_DIR"] == str(kernel_cache(stack_settings.home))
     assert environment["PATH"] == os.environ["PATH"]

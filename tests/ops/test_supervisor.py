@@ -4,23 +4,20 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Set
-from contextlib import asynccontextmanager
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
 
-from ops.procfile import read_procfile
-from ops.supervisor import CrashRecord, RestartPolicy, StageFailed, Supervisor, Surroundings
+from ops.crashes import CrashRecord, RestartPolicy, StageFailed
 from pipeline.errors import ServerUnreachable
+from tests.ops.supervised import make_supervisor, pids, ready, started
 from tests.ops.waiting import DEADLINE_S, holds, wait_for_end
 
-STAND_IN = Path(__file__).with_name("stand_in.py")
-QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, ready_timeout_s=20)
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from tests.ops.test_supervisor import make_supervisor
+from tests.ops.supervised import make_supervisor
 
 async def main():
     supervisor = make_supervisor(Path(sys.argv[1]), ["a: steady", "b: stubborn"])
@@ -31,47 +28,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def make_supervisor(
-    directory: Path,
-    modes: list[str],
-    replicas: dict[str, int] | None = None,
-    policy: RestartPolicy = QUICK,
-    echoed: list[tuple[str, str]] | None = None,
-    *,
-    stand_in: bool = True,
-) -> Supervisor:
-    """Return a supervisor of stand-ins, whose lines name a mode, or of any other commands."""
-    (directory / "ready").mkdir(exist_ok=True)
-    procfile = directory / "Procfile"
-    lines = [mode.replace(": ", f": python {STAND_IN} ") + f" {directory}" for mode in modes]
-    procfile.write_text("\n".join(lines if stand_in else modes))
-
-    async def list_ready() -> Set[int]:
-        return {int(path.name) for path in (directory / "ready").iterdir()}
-
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "GREETING": "hello"}
-    echo = None if echoed is None else lambda name, line: echoed.append((name, line))
-    around = Surroundings(environment, directory, directory / "logs", echo)
-    return Supervisor(read_procfile(procfile), replicas or {}, around, list_ready, policy)
-
-
-@asynccontextmanager
-async def started(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    await supervisor.start()
-    try:
-        yield supervisor
-    finally:
-        await supervisor.stop(grace_s=DEADLINE_S)
-
-
-async def ready(supervisor: Supervisor) -> None:
-    await asyncio.wait_for(supervisor.wait_ready(), DEADLINE_S)
-
-
-def pids(supervisor: Supervisor) -> list[int]:
-    return [state.pid for state in supervisor.states() if state.pid is not None]
 
 
 async def test_every_replica_runs_with_a_name_a_log_and_the_environment(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ from pipeline.transport import (
     TransportOptions,
 )
 from tests.pipeline.benches import BRIEF_LEASE_S, DEADLINE_S, POOL, RedisBench, take, take_one
-from tests.servers import running_valkey
+from tests.servers import ServerKind, ServerOptions, running_server
+
+DURABLE = ServerOptions(appendonly="yes", appendfsync="always")
 
 
 class ForgetfulRedis(Redis):
@@ -277,8 +279,8 @@ async def test_a_cancelled_call_ends_wherever_it_is(redis_bench: RedisBench) -> 
 # A server that comes back
 
 
-async def test_a_restarted_server_is_found_again_with_its_work(short_directory: Path) -> None:
-    with running_valkey(short_directory, appendonly="yes", appendfsync="always") as first:
+async def test_a_restarted_server_is_found_again_with_its_work(short_directory: Path, server_kind: ServerKind) -> None:
+    with running_server(short_directory, server_kind, DURABLE) as first:
         transport = await open_transport(Settings(redis_url=first.url), consumer="a", pool_id=POOL)
         delivery = await running(transport)
         assert await transport.commit([transaction(delivery, Emit(b"a", 0, 1))]) == [Outcome.OK]
@@ -286,7 +288,7 @@ async def test_a_restarted_server_is_found_again_with_its_work(short_directory: 
         first.kill()
         committing = asyncio.create_task(transport.commit([transaction(delivery, Emit(b"b", 1, 1))]))
         receiving = asyncio.create_task(transport.receive("tokenizer", 1, block_s=DEADLINE_S))
-        with running_valkey(short_directory, appendonly="yes", appendfsync="always"):
+        with running_server(short_directory, server_kind, DURABLE):
             assert await asyncio.wait_for(committing, DEADLINE_S) == [Outcome.OK]
             assert [entry.offset for entry in await asyncio.wait_for(reading, DEADLINE_S)] == [2]
             await transport.admit("s", "batch", b"new")
@@ -296,9 +298,9 @@ async def test_a_restarted_server_is_found_again_with_its_work(short_directory: 
 
 
 async def test_a_frozen_server_is_unreachable_and_then_used_again(
-    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+    short_directory: Path, server_kind: ServerKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_valkey(short_directory) as server:
+    with running_server(short_directory, server_kind) as server:
         settings = Settings(redis_url=server.url, lease_s=0.1)
         transport = await open_transport(settings, consumer="a")
         delivery = await running(transport)
@@ -320,8 +322,8 @@ async def test_a_frozen_server_is_unreachable_and_then_used_again(
         await transport.close()
 
 
-async def test_leaving_a_dead_server_does_not_wait_for_it(short_directory: Path) -> None:
-    with running_valkey(short_directory) as server:
+async def test_leaving_a_dead_server_does_not_wait_for_it(short_directory: Path, server_kind: ServerKind) -> None:
+    with running_server(short_directory, server_kind) as server:
         transport = await open_transport(Settings(redis_url=server.url))
         await transport.receive("tokenizer", 1, block_s=0)
         server.kill()

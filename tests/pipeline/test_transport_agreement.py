@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 from redis.asyncio import Redis
 
+from pipeline.errors import UnknownRequest
 from pipeline.keys import PRIORITIES, STAGES, Keys
 from pipeline.memory import MemoryTransport
 from pipeline.redis_receive import START
@@ -93,8 +94,8 @@ class History:
         self._random = random.Random(seed)
 
     def steps(self) -> list[tuple[str, float]]:
-        kinds = ("admit", "receive", "commit", "renew", "hand back", "bury", "expire")
-        weights = (2, 6, 10, 1, 0.7, 0.3, 2)
+        kinds = ("admit", "receive", "commit", "renew", "hand back", "bury", "expire", "cancel")
+        weights = (2, 6, 10, 1, 0.7, 0.3, 2, 0.5)
         return [(kind, self._random.random()) for kind in self._random.choices(kinds, weights, k=NUM_STEPS)]
 
 
@@ -128,6 +129,8 @@ async def take_step(side: Side, kind: str, seed: float) -> object:
     if kind == "admit":
         request_id = rng.choice(REQUESTS)
         return await side.transports[0].admit(request_id, rng.choice(PRIORITIES), request_id.encode())
+    if kind == "cancel":
+        return await cancel(side.transports[rng.randrange(len(CONSUMERS))], rng.choice((*REQUESTS, "nobody")))
     if kind == "receive":
         return await side.receive(rng.randrange(len(CONSUMERS)), rng.choice(STAGES), rng.choice((1, 2, 5)))
     if not side.received:
@@ -146,6 +149,13 @@ async def take_step(side: Side, kind: str, seed: float) -> object:
     if kind == "bury":
         return await transport.dead_letter(delivery, "buried")
     return await side.expire(delivery)
+
+
+async def cancel(transport: Transport, request_id: str) -> bool | str:
+    try:
+        return await transport.cancel(request_id, b"cancelled")
+    except UnknownRequest as error:
+        return error.request_id
 
 
 async def state_of(transport: Transport) -> object:
@@ -178,6 +188,7 @@ async def test_both_transports_take_the_same_steps(
             real, twin = [await take_step(side, kind, step_seed) for side in sides]
             assert real == twin, f"step {number}, {kind}"
             assert await state_of(opened[0]) == await state_of(twins[0]), f"after step {number}, {kind}"
+        assert await opened[0].finished(NUM_STEPS) == await twins[0].finished(NUM_STEPS)
         for stage in STAGES:
             assert await redis_bench.dead_letters(stage) == await memory.dead_letters(stage)
         for request_id in REQUESTS:

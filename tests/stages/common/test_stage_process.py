@@ -61,6 +61,7 @@ def test_what_the_operator_can_mend_is_said_in_a_sentence_also_from_inside_a_tas
 
     monkeypatch.setattr(stage_process, "load_settings", Settings)
     monkeypatch.setattr(stage_process, "configure_logs", lambda *_: None)
+    monkeypatch.setattr(stage_process, "prepare_process", lambda _: None)  # this process computes already
     with pytest.raises(SystemExit) as ended:
         stage_process.run_stage("decode", serve)
     assert ended.value.code == 1
@@ -73,5 +74,6 @@ def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(stage_process, "load_settings", Settings)
     monkeypatch.setattr(stage_process, "configure_logs", lambda *_: None)
+    monkeypatch.setattr(stage_process, "prepare_process", lambda _: None)  # this process computes already
     with pytest.raises(ExceptionGroup):
         stage_process.run_stage("decode", serve)

@@ -1,0 +1,1 @@
+"""What one sees when one looks into a stack: as data, as a page, and live."""

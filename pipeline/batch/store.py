@@ -1,0 +1,257 @@
+"""Batches as the server keeps them: records, the line of steps that drive each, and lines that are done.
+
+Owns the conversation about batches with the server; what happens together is written in scripts/batch_*.lua.
+Knows nothing about files, and of requests only their names: a line's request is `{batch}-{index of the line}`.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from redis.asyncio import Redis
+
+from pipeline.batch.directory import Manifest
+from pipeline.batch.errors import UnknownBatch
+from pipeline.batch.record import STEPS, BatchRecord, BatchState, StepName, states_of
+from pipeline.clock import Monotonic, monotonic_s
+from pipeline.keys import BATCH_TTL_S, MAX_QUEUE, Keys
+from pipeline.redis_calls import Arg, RedisCalls, command, commands, read_stream
+
+STEP_LEASE_S = 5.0  # a killed jobs process loses its steps after this
+STEP_GRACE_S = 3.0  # in which a step's job begins; arq polls many times in it
+PATIENCE_S = 10.0
+COLLECTED_TTL_S = 60  # a line that was collected can be looked at for a minute
+EPOCH = "0-0"
+
+FeedKind = Literal["request", "refused", "skip"]
+FeedReply = Literal["ok", "busy", "moved"]
+StepReply = Literal["ok", "over", "stale", "held"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTurn:
+    """One turn of a step: the job that has it is the only one that works."""
+
+    batch_id: str
+    step: StepName
+    number: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class DoneLine:
+    """A line that ended and waits to be collected."""
+
+    entry_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A done line whose result is on the disk."""
+
+    line: DoneLine
+    outcome: Literal["succeeded", "failed", "dropped"]
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """As much of a batch as decides what it needs next."""
+
+    id: str
+    state: BatchState
+    deadline_ms: int
+    cancel_requested: bool
+
+
+class BatchStore:
+    """The batches of one namespace. Every call may raise a ServerError; all may be repeated."""
+
+    def __init__(self, client: Redis, address: str, keys: Keys, monotonic: Monotonic = monotonic_s) -> None:
+        """Wire it up; whoever made the client closes it."""
+        self.keys = keys
+        self._client = client
+        self._calls = RedisCalls(client, address, PATIENCE_S, monotonic)
+
+    # Records
+
+    async def create(self, manifest: Manifest, directory: str, recovered: Mapping[str, int] | None = None) -> bool:
+        """Make the record of a batch, in the state validating; False where it has one.
+
+        Args:
+            manifest: Whose record it is.
+            directory: Where its files are.
+            recovered: Counts of what its files hold, where it is not new.
+        """
+        fields: dict[str, Arg] = {
+            "options": manifest.options.model_dump_json(),
+            "directory": directory,
+            "input_sha256": manifest.input_sha256,
+        }
+        if recovered is not None:
+            fields |= {**recovered, "recovered": 1}
+        batch_id = manifest.batch_id
+        words = [word for pair in fields.items() for word in pair]
+        keys = [self.keys.batch(batch_id), self.keys.batches()]
+        return await self._calls.script("batch_create", keys, [batch_id, len(fields), *words]) == 1
+
+    async def read(self, batch_id: str) -> BatchRecord:
+        """Return a batch's record.
+
+        Raises:
+            UnknownBatch: it has none.
+        """
+        reply = await command(self._calls, self._client, "HGETALL", self.keys.batch(batch_id))
+        fields = {name.decode(): value.decode() for name, value in cast("dict[bytes, bytes]", reply).items()}
+        if not fields:
+            raise UnknownBatch(batch_id)
+        return BatchRecord.model_validate(fields)
+
+    async def all(self) -> list[BatchRecord]:
+        """Return the records of all batches, oldest first."""
+        records: list[BatchRecord] = []
+        for batch in (await self.survey())[1]:
+            with suppress(UnknownBatch):  # it expired in this moment
+                records.append(await self.read(batch.id))
+        return records
+
+    async def survey(self) -> tuple[int, list[Sighting]]:
+        """Return the server's time in ms, and all batches, oldest first.
+
+        Those whose record has expired leave the index.
+        """
+        index = self.keys.batches()
+        members = cast("list[bytes]", await command(self._calls, self._client, "ZRANGE", index, 0, -1))
+        names = [member.decode() for member in members]
+        wanted = ("state", "deadline_ms", "cancel_requested")
+        asked = [["TIME"], *(["HMGET", self.keys.batch(name), *wanted] for name in names)]
+        time, *fields = await commands(self._calls, self._client, asked, "survey")
+        gone = [name for name, (state, _, _) in zip(names, fields, strict=True) if state is None]
+        if gone:
+            await command(self._calls, self._client, "ZREM", index, *gone)
+        found = [
+            Sighting(name, cast("BatchState", state.decode()), int(deadline or 0), cancelled == b"1")
+            for name, (state, deadline, cancelled) in zip(names, fields, strict=True)
+            if state is not None
+        ]
+        return 1000 * int(time[0]) + int(time[1]) // 1000, found
+
+    async def move(
+        self, batch_id: str, origins: Sequence[BatchState], to: BatchState, fields: Mapping[str, Arg] | None = None
+    ) -> BatchState:
+        """Move a batch from one of these states to another, and return its state afterwards.
+
+        The value "now" of a field that ends in _ms is the server's time.
+
+        Raises:
+            UnknownBatch: it has no record.
+        """
+        ttl_s = 0 if to in STEPS else BATCH_TTL_S
+        words = [word for pair in (fields or {}).items() for word in pair]
+        keys = [self.keys.batch(batch_id), self.keys.batch_done(batch_id)]
+        reply: bytes = await self._calls.script("batch_move", keys, [to, ttl_s, len(origins), *origins, *words])
+        if not reply:
+            raise UnknownBatch(batch_id)
+        return cast("BatchState", reply.decode())
+
+    async def cancel(self, batch_id: str) -> bool:
+        """Say that a batch is to end early; False where it is over, or about to be.
+
+        Raises:
+            UnknownBatch: it has no record.
+        """
+        if await self.move(batch_id, ["in_progress"], "cancelling") == "cancelling":
+            return True
+        # Without an index its lines cannot be told apart yet: it is cancelled as soon as it was validated.
+        return await self.move(batch_id, ["validating"], "validating", {"cancel_requested": 1}) == "validating"
+
+    # Steps
+
+    async def begin(self, turn: StepTurn) -> StepReply:
+        """Take a step's turn, or keep it; anything but "ok" means that it is not this job's."""
+        return cast("StepReply", await self._step("begin", turn, STEP_LEASE_S))
+
+    async def end(self, turn: StepTurn) -> StepReply:
+        """Give a step's turn up: the next number may begin."""
+        return cast("StepReply", await self._step("end", turn, STEP_GRACE_S))
+
+    async def revive(self, batch_id: str, step: StepName) -> int | None:
+        """Return the number under which a step that nobody works on has to run now; None for no need."""
+        reply = await self._step("revive", StepTurn(batch_id, step, 0, ""), STEP_GRACE_S)
+        return int(reply) if reply else None
+
+    async def _step(self, verb: str, turn: StepTurn, time_s: float) -> str:
+        args: list[Arg] = [verb, turn.step, turn.number, turn.nonce, round(1000 * time_s), *states_of(turn.step)]
+        reply: bytes = await self._calls.script("batch_step", [self.keys.batch(turn.batch_id)], args)
+        return reply.decode()
+
+    # Lines
+
+    async def feed(
+        self, batch_id: str, cursor: int, kind: FeedKind, payload: bytes = b"", max_queue: int = MAX_QUEUE
+    ) -> FeedReply:
+        """Feed the line at the cursor, which moves on with it."""
+        keys = [
+            self.keys.batch(batch_id),
+            self.keys.batch_done(batch_id),
+            self.keys.request(line_request_id(batch_id, cursor)),
+            self.keys.stream("tokenizer", "batch"),
+            self.keys.stream("prefill", "batch"),
+        ]
+        reply: bytes = await self._calls.script("batch_feed", keys, [cursor, kind, payload, max_queue])
+        return cast("FeedReply", reply.decode())
+
+    async def num_in_flight(self, batch_id: str) -> int:
+        """Return how many lines were fed and have not ended."""
+        batch = self.keys.batch(batch_id)
+        counts = await command(self._calls, self._client, "HMGET", batch, "admitted", "collected")
+        admitted, collected = (int(count or 0) for count in cast("list[bytes | None]", counts))
+        done = cast("int", await command(self._calls, self._client, "XLEN", self.keys.batch_done(batch_id)))
+        return admitted - collected - done
+
+    async def wait_done(self, batch_id: str, after: str, num: int, block_s: float) -> list[DoneLine]:
+        """Return lines that ended and were not collected, after an entry; waits up to block_s for the first."""
+        stream = self.keys.batch_done(batch_id)
+        block_ms = round(1000 * block_s) or None
+        reply = await self._calls.call(lambda: read_stream(self._client, {stream: after}, num, block_ms), "wait_done")
+        if not reply:
+            return []
+        return [DoneLine(entry_id.decode(), int(fields[b"line"])) for entry_id, fields in reply[0][1]]
+
+    async def results(self, batch_id: str, lines: Sequence[DoneLine]) -> list[list[tuple[bytes, bytes]]]:
+        """Return the result streams of lines, each as (entry id, payload), in one round trip."""
+        streams = [self.keys.results(line_request_id(batch_id, line.index)) for line in lines]
+        asked = [["XRANGE", stream, "-", "+"] for stream in streams]
+        reply = await commands(self._calls, self._client, asked, "results")
+        return [[(entry_id, fields[b"p"]) for entry_id, fields in entries] for entries in reply]
+
+    async def acknowledge(self, batch_id: str, lines: Sequence[Collected]) -> BatchState:
+        """Count lines whose results are on the disk, and return the batch's state: finalizing when all are.
+
+        Raises:
+            UnknownBatch: it has no record.
+        """
+        keys = [self.keys.batch(batch_id), self.keys.batch_done(batch_id)]
+        args: list[Arg] = [COLLECTED_TTL_S, len(lines)]
+        for collected in lines:
+            request_id = line_request_id(batch_id, collected.line.index)
+            keys += [self.keys.request(request_id), self.keys.results(request_id)]
+            args += [collected.line.entry_id, collected.outcome, collected.prompt_tokens, collected.output_tokens]
+        reply: bytes = await self._calls.script("batch_collected", keys, args)
+        if not reply:
+            raise UnknownBatch(batch_id)
+        return cast("BatchState", reply.decode())
+
+
+def line_request_id(batch_id: str, index: int) -> str:
+    """Return the id of a line's request."""
+    return f"{batch_id}-{index}"
+
+
+def new_nonce() -> str:
+    """Return a name for one job's turn."""
+    return secrets.token_hex(8)

@@ -1,0 +1,170 @@
+"""Batches, from the side of whoever submits them: durable jobs that a stack's jobs process works on.
+
+Owns the wait for a batch. What a batch is and where it is kept is pipeline/batch's. Knows nothing about steps.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from pipeline.batch.errors import BatchFailed
+from pipeline.batch.figures import BatchSummary
+from pipeline.batch.options import BatchOptions
+from pipeline.batch.record import BatchRecord
+from pipeline.batch.store import BatchStore
+from pipeline.batch.submit import GivenUp, Prepared, end_given_up, prepare, submit
+from pipeline.client.patience import PATIENCE_S, STALL_TIMEOUT_S, Patience
+from pipeline.clock import Monotonic, monotonic_s
+from pipeline.connect import open_client
+from pipeline.keys import Keys
+from pipeline.server_url import read_address
+from pipeline.settings import Settings
+from pipeline.transport import Transport
+
+POLL_S = 0.25  # how often a batch's record is read while somebody waits
+
+
+class Batches:
+    """The batches of one stack."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        settings: Settings,
+        *,
+        patience_s: float = PATIENCE_S,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        monotonic: Monotonic = monotonic_s,
+    ) -> None:
+        """Use a transport that somebody else opened with these settings, and closes."""
+        self._redis = open_client(settings)
+        self._transport = transport
+        self._home = settings.home
+        self._patience = Patience(patience_s, stall_timeout_s, monotonic)
+        self.store = BatchStore(self._redis, read_address(settings.redis_url or "").shown, Keys(settings.namespace))
+
+    async def run(
+        self,
+        source: Path,
+        target: Path,
+        *,
+        model: str,
+        errors: Path | None = None,
+        on_change: Callable[[BatchRecord], None] = lambda _: None,
+    ) -> BatchSummary:
+        """Run a file of requests to its end; called again after an interruption, it goes on where it was.
+
+        Args:
+            source: the requests, in OpenAI's batch format, as the jobs process can read them.
+            target: where the results go, in the order of the input.
+            model: what the stack was started with.
+            errors: where lines that failed go; beside the target by default.
+            on_change: gets the record now and then.
+
+        Raises:
+            InvalidRequest: the input has no requests, or a path is no file.
+            BatchMismatch: an unfinished batch writes the same target and differs.
+            BatchFailed: it cannot be done; says why.
+        """
+        options = batch_options(source, target, model=model, errors=errors)
+        prepared = await asyncio.to_thread(prepare, options, batches_dir(self._home))
+        return summary_of(await self.wait(await self.submit(prepared), on_change))
+
+    async def submit(self, prepared: Prepared) -> str:
+        """Let a prepared batch begin, or go on, and return its id."""
+        return await self._patience.call(lambda: submit(self.store, prepared))
+
+    async def give_up(self, given_up: GivenUp) -> None:
+        """End what is in flight of a batch whose files were given up."""
+        await end_given_up(self.store, self._transport.cancel, given_up)
+
+    async def read(self, batch_id: str) -> BatchRecord:
+        """Return a batch's record.
+
+        Raises:
+            UnknownBatch: it has none.
+        """
+        return await self._patience.call(lambda: self.store.read(batch_id))
+
+    async def all(self) -> list[BatchRecord]:
+        """Return all batches that have not ended, and those that ended within a day; oldest first."""
+        return await self._patience.call(self.store.all)
+
+    async def wait(
+        self, batch_id: str, on_change: Callable[[BatchRecord], None] = lambda _: None, poll_s: float = POLL_S
+    ) -> BatchRecord:
+        """Return a batch's record when it is over; `on_change` sees it now and then.
+
+        Raises:
+            UnknownBatch: the server lost it; submitting it again goes on with what is on the disk.
+            Stalled: nothing moved for so long that something must be wrong.
+        """
+        seen, began = None, self._patience.now()
+        while True:
+            record = await self.read(batch_id)
+            if record != seen:
+                self._patience.moved()
+                on_change(record)
+            seen = record
+            if record.is_over:
+                return record
+            self._patience.check(began, f"batch {batch_id} stands still; is the jobs process of its stack running?")
+            await asyncio.sleep(poll_s)
+
+    async def cancel(self, batch_id: str) -> bool:
+        """End a batch early: finished lines are kept, the others become errors. False where it was over.
+
+        Raises:
+            UnknownBatch: it has no record.
+        """
+        return await self._patience.call(lambda: self.store.cancel(batch_id))
+
+    async def close(self) -> None:
+        """Release the connections; batches go on."""
+        await self._redis.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def batch_options(source: Path, target: Path, *, model: str, errors: Path | None = None) -> BatchOptions:
+    """Return the options of a batch with absolute paths and everything else at its default."""
+    target = resolved(target)
+    name = Path(model).stem if "/" in model else model
+    return BatchOptions(
+        source=source.expanduser().resolve(),
+        target=target,
+        errors=errors_path(target) if errors is None else resolved(errors),
+        model=name,
+        stack_model=model,
+    )
+
+
+def errors_path(target: Path) -> Path:
+    """Return where lines that failed go by default: out.jsonl has its errors in out.errors.jsonl."""
+    return target.with_name(f"{target.stem}.errors{target.suffix}")
+
+
+def batches_dir(home: Path) -> Path:
+    """Return the directory that holds the files of all batches of a home."""
+    return home / "batches"
+
+
+def resolved(path: Path) -> Path:
+    """Return a path that means the same file to everybody; a link stays a link, and its target gets the lines."""
+    return path.expanduser().resolve()
+
+
+def summary_of(record: BatchRecord) -> BatchSummary:
+    """Return the figures of a batch that has ended.
+
+    Raises:
+        BatchFailed: it has none, because it failed.
+    """
+    if record.state == "failed":
+        raise BatchFailed(record.id, record.error)
+    return BatchSummary.model_validate_json(record.summary)

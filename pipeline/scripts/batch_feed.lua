@@ -1,0 +1,39 @@
+#!lua
+-- Feeds the next line of a batch: guarantees that each line is fed once, by moving the cursor in the same step,
+-- and only while the batch is in progress. A line that cannot become a request goes straight to the lines that
+-- are done, with its error. Without allow-oom, as every admission.
+--
+-- KEYS  batch, done stream, request, tokenizer stream, prefill stream
+-- ARGV  cursor (the line), kind: 'request' | 'refused' | 'skip', payload (of the request, or empty),
+--       max_queue
+-- reply 'ok' | 'busy' | 'moved' (the cursor is elsewhere, or the batch is not in progress)
+local batch, done, request, tokenizer, prefill = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local cursor, kind, payload, max_queue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+
+-- include: ending.lua
+
+local fields = redis.call('HMGET', batch, 'state', 'cursor')
+if fields[1] ~= 'in_progress' or (fields[2] or '0') ~= cursor then
+  return 'moved'
+end
+if kind == 'request' then
+  if redis.call('XLEN', tokenizer) + redis.call('XLEN', prefill) >= max_queue then
+    return 'busy'
+  end
+  -- A request of that name can only be one that was fed before the batch failed, or before its record was made
+  -- again: it goes on as it is, or is done already.
+  local state = redis.call('HGET', request, 'state')
+  if not state then
+    redis.call('HSET', request, 'state', 'queued', 'attempt', '0', 'n', '0', 'batch', batch, 'line', cursor)
+    redis.call('XADD', tokenizer, '*', 'p', payload)
+  elseif ENDED[state] then
+    redis.call('XADD', done, '*', 'line', cursor)
+  end
+elseif kind == 'refused' then
+  redis.call('XADD', done, '*', 'line', cursor)
+end
+redis.call('HSET', batch, 'cursor', cursor + 1)
+if kind ~= 'skip' then
+  redis.call('HINCRBY', batch, 'admitted', 1)
+end
+return 'ok'

@@ -1,0 +1,109 @@
+"""One turn of a batch's step: take the lease, work a slice of time, give the lease up, ask for the next turn.
+
+Owns what all steps have in common, so that a step is only its work. Killed anywhere, a turn leaves a lease that
+runs out, and the reconciler gives its step another number (reconcile.py). Knows nothing about what steps do.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from pipeline.batch.directory import BatchDirectory
+from pipeline.batch.errors import BatchError, BatchLocked, UnknownBatch
+from pipeline.batch.record import STEPS, BatchRecord, StepName
+from pipeline.batch.schedule import BatchScheduler
+from pipeline.batch.store import STEP_LEASE_S, BatchStore, StepTurn, new_nonce
+from pipeline.clock import monotonic_s
+from pipeline.errors import ServerError
+from pipeline.transport import Transport
+from stages.jobs.token_names import TokenNames
+
+SLICE_S = 10.0  # a turn is over after this: arq's jobs are short, and whoever waits behind one gets on
+RENEWALS_PER_LEASE = 4
+
+log = structlog.get_logger("jobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """What steps work with; all of it belongs to the process."""
+
+    store: BatchStore
+    scheduler: BatchScheduler
+    transport: Transport
+    names: TokenNames
+    stopping: asyncio.Event
+    max_queue: int
+
+
+class Turn:
+    """What a step knows about its own turn."""
+
+    def __init__(self, jobs: Jobs, record: BatchRecord) -> None:
+        self.jobs = jobs
+        self.record = record
+        self.directory = BatchDirectory(Path(record.directory))
+        self._until = monotonic_s() + SLICE_S
+        self.lost = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step should come to an end: its time is up, it is told to stop, or it lost the lease."""
+        return self.lost or self.jobs.stopping.is_set() or monotonic_s() >= self._until
+
+    def check(self) -> None:
+        """Raise TurnLost where going on would be for nothing; may be called from a thread."""
+        if self.lost or self.jobs.stopping.is_set():
+            raise TurnLost
+
+
+class TurnLost(Exception):  # noqa: N818 - reads as the fact it states
+    """The turn ended before its work did; the next one begins it again."""
+
+
+Step = Callable[[Turn], Awaitable[None]]
+
+
+async def take_turn(jobs: Jobs, name: StepName, step: Step, batch_id: str, number: int) -> None:
+    """Work one turn of a step, if it is this job's to work."""
+    turn = StepTurn(batch_id, name, number, new_nonce())
+    if await jobs.store.begin(turn) != "ok":
+        return
+    try:
+        await _work(jobs, turn, step)
+        state = (await jobs.store.read(batch_id)).state
+    except UnknownBatch:  # deleted under our hands
+        return
+    except ServerError as error:  # the lease runs out, and the step is tried again
+        log.warning("step_gave_up", batch_id=batch_id, step=name, problem=str(error))
+        return
+    if not jobs.stopping.is_set():
+        await jobs.scheduler.drive(jobs.store, batch_id, state)
+
+
+async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
+    mine = Turn(jobs, await jobs.store.read(turn.batch_id))
+    renewing = asyncio.create_task(_renew(jobs.store, turn, mine))
+    try:
+        await step(mine)
+    except (TurnLost, BatchLocked):
+        pass
+    except (BatchError, OSError) as error:
+        log.warning("batch_failed", batch_id=turn.batch_id, step=turn.step, reason=str(error))
+        await jobs.store.move(turn.batch_id, tuple(STEPS), "failed", {"error": str(error), "ended_ms": "now"})
+    finally:
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+    await jobs.store.end(turn)
+
+
+async def _renew(store: BatchStore, turn: StepTurn, mine: Turn) -> None:
+    while not mine.lost:
+        await asyncio.sleep(STEP_LEASE_S / RENEWALS_PER_LEASE)
+        try:
+            mine.lost = await store.begin(turn) != "ok"
+        except ServerError as error:
+            log.warning("step_not_renewed", batch_id=turn.batch_id, step=turn.step, problem=str(error))

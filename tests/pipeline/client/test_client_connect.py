@@ -1,0 +1,60 @@
+"""Connecting: where to, with what, and who closes it."""
+
+import asyncio
+
+import pytest
+
+from pipeline.client import Client
+from pipeline.connect import open_transport
+from pipeline.errors import ServerUnreachable, ServerUrlInvalid, SettingsError, UnknownRequest
+from pipeline.settings import Settings
+
+
+async def test_address_and_namespace_come_from_the_environment(
+    valkey_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URL", valkey_url)
+    monkeypatch.setenv("SLUICE_NAMESPACE", namespace)
+    async with await Client.connect() as client:
+        submitted = await client.enqueue("hello", model="tiny")
+        assert client.keys.namespace == namespace
+        assert client.settings.redis_url == valkey_url
+    async with await Client.connect(namespace=f"{namespace}-other") as other:
+        with pytest.raises(UnknownRequest):
+            await other.result(submitted.request_id)
+
+
+async def test_missing_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLUICE_REDIS_URL", raising=False)
+    with pytest.raises(ServerUrlInvalid, match="SLUICE_REDIS_URL: is not set; `sluice up` starts a server"):
+        await Client.connect()
+
+
+async def test_unknown_setting_is_told(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_ULR", valkey_url)
+    with pytest.raises(SettingsError, match="the nearest one is SLUICE_REDIS_URL"):
+        await Client.connect(valkey_url)
+
+
+async def test_server_that_is_not_there_is_told_at_once() -> None:
+    async with asyncio.timeout(10):
+        with pytest.raises(ServerUnreachable, match=r"unix:///nowhere\.sock"):
+            await Client.connect("unix:///nowhere.sock")
+
+
+async def test_client_of_a_given_transport_leaves_it_open(valkey_url: str, namespace: str) -> None:
+    settings = Settings(redis_url=valkey_url, namespace=namespace)
+    transport = await open_transport(settings)
+    async with Client(transport, settings) as client:
+        await client.enqueue("hello", model="tiny")
+    assert await transport.queue_length("tokenizer", "interactive") == 1
+    await transport.close()
+
+
+async def test_closed_client_keeps_no_connection(valkey_url: str, namespace: str, raw_redis) -> None:
+    num_before = len(await raw_redis.client_list())
+    client = await Client.connect(valkey_url, namespace=namespace)
+    await client.enqueue("hello", model="tiny")
+    assert len(await raw_redis.client_list()) > num_before
+    await client.close()
+    assert len(await raw_redis.client_list()) == num_before
