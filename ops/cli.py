@@ -6,6 +6,10 @@ Owns the list of commands and what `sluice --help` says first. Knows nothing abo
 import typer
 
 from ops.commands import models
+from ops.commands.cancel import EXAMPLES as CANCEL_EXAMPLES
+from ops.commands.cancel import cancel
+from ops.commands.enqueue import EXAMPLES as ENQUEUE_EXAMPLES
+from ops.commands.enqueue import enqueue
 from ops.commands.generate import EXAMPLES as GENERATE_EXAMPLES
 from ops.commands.generate import generate
 from ops.commands.run import EXAMPLES as RUN_EXAMPLES
@@ -14,6 +18,8 @@ from ops.commands.scale import EXAMPLES as SCALE_EXAMPLES
 from ops.commands.scale import scale
 from ops.commands.status import EXAMPLES as STATUS_EXAMPLES
 from ops.commands.status import status
+from ops.commands.tail import EXAMPLES as TAIL_EXAMPLES
+from ops.commands.tail import tail
 from ops.commands.top import top
 from ops.commands.trace import EXAMPLES as TRACE_EXAMPLES
 from ops.commands.trace import trace
@@ -27,6 +33,7 @@ First:        sluice models pull
 One answer:   sluice generate "Why is the sky blue?"
 A file:       sluice run -i examples/prompts.jsonl -o results.jsonl
 Keep it up:   sluice up            (run and generate then start at once)
+Step by step: ID=$(sluice enqueue "Tell me a story."), sluice tail $ID, sluice cancel $ID
 
 Settings are SLUICE_* variables, such as SLUICE_HOME (default ~/.sluice) or
 SLUICE_REDIS_URL (default: a server of its own).
@@ -43,6 +50,9 @@ app = typer.Typer(
 app.command(epilog=RUN_EXAMPLES)(run)
 app.command(epilog=GENERATE_EXAMPLES)(generate)
 app.command()(up)
+app.command(epilog=ENQUEUE_EXAMPLES)(enqueue)
+app.command(epilog=TAIL_EXAMPLES)(tail)
+app.command(epilog=CANCEL_EXAMPLES)(cancel)
 app.command(epilog=SCALE_EXAMPLES)(scale)
 app.command(epilog=STATUS_EXAMPLES)(status)
 app.command()(top)

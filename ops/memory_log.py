@@ -1,6 +1,61 @@
-"""Placeholder of the lead until the real one is here."""
-from collections.abc import Iterable, Iterator
+"""How full the KV pool was over time, as lines for people, from the samples of a run.
+
+Owns the wording and the mean. Knows nothing about where samples come from (SampleLog.read).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from ops.status.page import size
 from pipeline.samples import Sample
+
+BAR_COLUMNS = 30
+
+
 def memory_lines(samples: Iterable[Sample]) -> Iterator[str]:
-    """Replaced soon."""
-    yield from ()
+    """Yield a line for each time the pool's content changed, then a summary; one line where there is nothing to say.
+
+    Times count from the first sample.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.at_us)
+    if not ordered:
+        yield "KV pool: no samples; the jobs process takes them"
+        return
+    peak_bytes = max(sample.kv_used_bytes for sample in ordered)
+    for sample in _changes(ordered):
+        bar = "#" * round(BAR_COLUMNS * sample.kv_used_bytes / peak_bytes) if peak_bytes else ""
+        used = f"{size(sample.kv_used_bytes):>10}  {sample.num_blobs:>4} blobs  {bar}".rstrip()
+        yield f"{_seconds(ordered[0], sample):>7.1f} s  {used}"
+    yield memory_summary(ordered)
+
+
+def memory_summary(samples: Sequence[Sample]) -> str:
+    """Return the highest and the mean use; `samples` are in the order of time, and there is at least one."""
+    highest = max(samples, key=lambda sample: sample.kv_used_bytes)
+    share = 100 * highest.kv_used_bytes / highest.kv_quota_bytes
+    return (
+        f"KV pool: max {size(highest.kv_used_bytes)} ({share:.1f} % of {size(highest.kv_quota_bytes)}) "
+        f"after {_seconds(samples[0], highest):.1f} s, mean {size(mean_bytes(samples))} "
+        f"over {_seconds(samples[0], samples[-1]):.1f} s, {len(samples)} samples"
+    )
+
+
+def mean_bytes(samples: Sequence[Sample]) -> float:
+    """Return the mean over time: each sample counts until the next one, since an idle stack is sampled less often."""
+    total_us = samples[-1].at_us - samples[0].at_us
+    if total_us == 0:
+        return float(samples[-1].kv_used_bytes)
+    return sum(one.kv_used_bytes * (after.at_us - one.at_us) for one, after in pairwise(samples)) / total_us
+
+
+def _changes(samples: Iterable[Sample]) -> Iterator[Sample]:
+    before: tuple[int, int] | None = None
+    for sample in samples:
+        content = sample.kv_used_bytes, sample.num_blobs
+        if content != before:
+            yield sample
+        before = content
+
+
+def _seconds(start: Sample, sample: Sample) -> float:
+    return (sample.at_us - start.at_us) / 1e6

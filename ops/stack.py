@@ -18,6 +18,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from ops.crashes import RestartPolicy
+from ops.external import ExternalStack, external_stack
 from ops.leftovers import Leftovers, host_and_pid
 from ops.pool_share import PoolShare
 from ops.process import Echo
@@ -181,11 +182,16 @@ async def _first(watchers: list[Awaitable[SluiceError]]) -> SluiceError:
 async def choose_stack(
     settings: Settings, replicas: Mapping[str, int], warn: Warn = warn_on_stderr, *, with_jobs: bool = True
 ) -> Serving:
-    """Return the stack of a `sluice up` in this home where one runs, else one of our own; enter it.
+    """Return the stack that is there, else one of our own; enter it.
 
+    There is one where `sluice up` runs in this home, or where every stage has a process at SLUICE_REDIS_URL.
     A stack for a single request has no jobs process: batches that were interrupted are not for it to go on with.
     """
     advert = await find_advert(settings.home)
+    if advert is None and await external_stack(settings):
+        if replicas:
+            warn("the stack at SLUICE_REDIS_URL decides how many processes there are, not this command")
+        return ExternalStack(settings, warn)
     if advert is None:
         return Stack(settings, replicas if with_jobs else {**replicas, "jobs": 0}, warn=warn)
     if replicas:

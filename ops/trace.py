@@ -61,9 +61,9 @@ class TracedRequest:
             shown |= {"failed_in": terminal.failure.stage, "failure": terminal.failure.code}
         if terminal.usage is not None:
             shown |= terminal.usage.model_dump()
-            shown["tpot_ms"] = tpot_ms(terminal.stamps, terminal.usage.completion_tokens)
-        shown["ttft_ms"] = ttft_ms(terminal.stamps)
-        return {name: value for name, value in shown.items() if value is not None}
+        num_tokens = terminal.usage.completion_tokens if terminal.usage is not None else 0
+        times_ms = {"ttft_ms": ttft_ms(terminal.stamps), "tpot_ms": tpot_ms(terminal.stamps, num_tokens)}
+        return shown | {name: round(value, 3) for name, value in times_ms.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def trace_of(requests: Sequence[TracedRequest], samples: Iterable[Sample]) -> di
             arrow = list(_arrow(source, target, num_arrows + 1))
             num_arrows += bool(arrow)
             timed += arrow
-    timed += [event for sample in samples for event in _counters(sample, lanes)]
+    timed += [event for sample in _shown(samples, epoch_us) for event in _counters(sample, lanes)]
     for event in timed:
         event["ts"] = max(0, int(str(event["ts"])) - epoch_us)
     return {
@@ -168,13 +168,20 @@ def _arrow(source: _Slice, target: _Slice, number: int) -> Iterator[Event]:
     yield {"ph": "f", "bp": "e", **shared, "ts": arrives_us, "pid": target.place.pid, "tid": target.place.tid}
 
 
+def _shown(samples: Iterable[Sample], epoch_us: int) -> list[Sample]:
+    """Those from the first request on, and of each pool the newest one before it: how it stood in the beginning."""
+    ordered = sorted(samples, key=lambda sample: sample.at_us)
+    before = {sample.pool_id: sample for sample in ordered if sample.at_us < epoch_us}
+    return [*before.values(), *(sample for sample in ordered if sample.at_us >= epoch_us)]
+
+
 def _counters(sample: Sample, lanes: Lanes) -> Iterator[Event]:
     pid = lanes.pid(Gauges(sample.pool_id))
 
-    def event(name: str, **values: int) -> Event:
+    def event(name: str, values: dict[str, int]) -> Event:
         return {"ph": "C", "name": name, "ts": sample.at_us, "pid": pid, "args": values}
 
     for stage in STAGES:
-        yield event(f"{stage} queue", waiting=sample.num_waiting(stage), held=sample.num_held(stage))
-    yield event("KV pool", used_bytes=sample.kv_used_bytes)
-    yield event("KV blobs", blobs=sample.num_blobs)
+        yield event(f"{stage} queue", {"waiting": sample.num_waiting(stage), "in work": sample.num_held(stage)})
+    yield event("KV pool", {"bytes": sample.kv_used_bytes})
+    yield event("KV blobs", {"blobs": sample.num_blobs})

@@ -9,6 +9,7 @@ from ops.commands.common import ModelOption, NumDecode, NumPrefill, command_sett
 from ops.control_server import ControlServer
 from ops.running import UpLock
 from ops.stack import Stack
+from pipeline.server_url import read_address
 
 NAME_WIDTH = len("compressor-64")
 
@@ -41,7 +42,8 @@ async def _up(model: str | None, number_of: dict[str, int]) -> int:
         stack = Stack(settings, number_of, echo=_relay)
         async with ControlServer(settings.home, lambda: stack.supervisor), stack:
             lock.announce(stack.settings)
-            _say(f"ready after {stack.startup_s:.1f} s: {settings.model} at {stack.settings.redis_url}")
+            where = read_address(stack.settings.redis_url or "").shown  # the address itself may hold a password
+            _say(f"ready after {stack.startup_s:.1f} s: {settings.model} at {where}")
             _say("Ctrl-C stops it")
             raise await stack.wait_failed()
     finally:

@@ -7,14 +7,18 @@ from pipeline.batch.schedule import BatchScheduler, arq_client
 from pipeline.batch.store import BatchStore
 from pipeline.connect import open_client
 from pipeline.keys import Keys
+from pipeline.samples import SampleLog
 from pipeline.server_url import read_address
 from pipeline.settings import Settings
 from stages.common.stage_process import run_stage, stage_process
 from stages.gguf.model_files import resolve
 from stages.jobs.reconcile import reconcile_forever
+from stages.jobs.sampler import sample_forever
 from stages.jobs.token_names import TokenNames
 from stages.jobs.turn import Jobs
-from stages.jobs.worker import work
+from stages.jobs.worker import MAX_JOBS, work
+
+NUM_CONNECTIONS = 2 * MAX_JOBS  # a job that waits for lines holds one, and asks on another
 
 
 async def serve(settings: Settings) -> None:
@@ -24,7 +28,7 @@ async def serve(settings: Settings) -> None:
         async with stage_process("jobs", settings, {}, pool.pool_id) as process:
             assert settings.redis_url is not None, "the transport is open"
             address = read_address(settings.redis_url).shown
-            client = open_client(settings)
+            client = open_client(settings, NUM_CONNECTIONS)
             scheduling = arq_client(settings.redis_url, keys)
             jobs = Jobs(
                 store=BatchStore(client, address, keys),
@@ -36,8 +40,12 @@ async def serve(settings: Settings) -> None:
             )
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(reconcile_forever(jobs))
+                    samples = SampleLog(client, address, keys)
+                    sampling = tasks.create_task(sample_forever(samples, pool, process.transport.consumer))
+                    reconciling = tasks.create_task(reconcile_forever(jobs))
                     await work(jobs, lambda: arq_client(str(settings.redis_url), keys))
+                    sampling.cancel()
+                    reconciling.cancel()
             finally:
                 await scheduling.aclose()
                 await client.aclose()

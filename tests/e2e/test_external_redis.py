@@ -1,6 +1,7 @@
 """A whole stack on somebody else's server: over TLS, as a user that may do what docs/redis.md says and no more."""
 
 from pathlib import Path
+from urllib.parse import quote
 
 from pipeline.connect import open_client
 from pipeline.server_acl import RULE
@@ -39,6 +40,9 @@ async def test_stack_answers_over_tls_with_the_rights_of_the_documented_rule(
             results = await results_of(stack, asks)
             assert [len(result.token_ids) for result in results] == [24] * len(asks)
             assert await results_of(stack, asks) == results
+            logs = [path.read_text() for path in (stack.settings.home / "logs").iterdir()]
+            assert logs
+            assert [log for log in logs if PASSWORD in log or quote(PASSWORD, safe="") in log] == []
         async with open_client(server.unix_url("default", "of-the-administrator")) as admin:
             names = [key.decode() async for key in admin.scan_iter()]
             assert names

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from ops.cli import app
-from ops.commands.generate import Wanted, new_request
+from ops.commands.asking import Wanted, new_request
 from ops.commands.run import count_lines
 from pipeline.errors import InvalidRequest
 from pipeline.settings import Settings

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,11 @@ def test_every_command_of_a_script_is_asked_about() -> None:
     asked = {command.split()[0] for commands in NEEDED.values() for command in commands}
     assert called
     assert called - asked == set()
+
+
+def test_the_documentation_gives_this_rule() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+    assert f"ACL SETUSER sluice reset on >PASSWORD {RULE.format(namespace='sluice')}\n" in text
 
 
 async def test_arq_works_under_the_rule(server: Server) -> None:

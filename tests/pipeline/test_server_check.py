@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from pipeline.connect import open_client, open_transport
 from pipeline.errors import ServerPolicy, ServerRole, ServerTooOld
+from pipeline.server_acl import RULE
 from pipeline.server_check import check_server
 from pipeline.server_url import read_address
 from pipeline.settings import Settings
@@ -103,6 +104,13 @@ async def test_a_server_that_never_syncs_its_file_gets_a_warning(server_kind: Se
         (warning,) = await warnings_of(server.url)
     assert "appendfsync no" in warning
     assert "CONFIG SET appendfsync everysec" in warning
+
+
+async def test_the_right_to_read_settings_is_enough_to_be_warned(server_kind: ServerKind) -> None:
+    users = (f"sluice on >word {RULE.format(namespace=NAMESPACE)} +config|get",)
+    with server_of_its_own(server_kind, ServerOptions(users=users, appendonly="yes", appendfsync="no")) as server:
+        (warning,) = await warnings_of(server.unix_url("sluice", "word"))
+    assert "appendfsync no" in warning
 
 
 async def test_a_server_that_hides_its_settings_is_used(durable: Server) -> None:

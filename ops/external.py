@@ -1,0 +1,80 @@
+"""The stack of somebody else's processes at SLUICE_REDIS_URL, as a command uses it: containers, honcho, systemd.
+
+Owns the judgement whether such a stack is there: every stage that a request meets is registered. Knows nothing about
+who runs the processes.
+"""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import ClassVar
+
+from ops.serving import Serving
+from pipeline.connect import open_transport
+from pipeline.errors import ServerError, SluiceError
+from pipeline.keys import STAGES
+from pipeline.settings import Settings
+from pipeline.transport import Transport
+
+POLL_S = 5.0
+MISSING_S = 120.0  # a stage that is restarted loads its model in less
+
+
+class StageMissing(SluiceError):  # noqa: N818 - reads as the fact it states
+    """A stage of the stack has not been there for so long that nothing will come any more."""
+
+    retryable: ClassVar[bool] = True
+    code: ClassVar[str] = "stage_missing"
+
+
+class ExternalStack(Serving):
+    """Uses what is there, and starts nothing."""
+
+    @property
+    def greeting(self) -> str:
+        """Say where it is."""
+        return "using the stack that runs at SLUICE_REDIS_URL"
+
+    def afterwards(self, batch_id: str) -> str:
+        """Say that a batch goes on."""
+        return f", and its stack does even now; `sluice cancel {batch_id}` ends it"
+
+    async def wait_failed(self) -> SluiceError:
+        """Return when a stage stays away."""
+        complete_at = time.monotonic()
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                missing = await missing_stages(self.transport)
+            except ServerError:  # whoever waits for results says so
+                missing = ()
+            if not missing:
+                complete_at = time.monotonic()
+            elif time.monotonic() > complete_at + MISSING_S:
+                return StageMissing(f"no process of {', '.join(missing)} has been there for {MISSING_S:.0f} s")
+
+    async def _start(self, starting: AsyncExitStack) -> None:
+        self._transport = await open_transport(self.settings)
+        starting.push_async_callback(self._transport.close)
+        starting.push_async_callback(self._forget_unfinished)
+
+
+async def missing_stages(transport: Transport) -> tuple[str, ...]:
+    """Return the stages that no process serves."""
+    present = {process.stage for process in await transport.processes()}
+    return tuple(stage for stage in STAGES if stage not in present)
+
+
+async def external_stack(settings: Settings) -> bool:
+    """Return whether SLUICE_REDIS_URL leads to a stack that is complete.
+
+    Raises:
+        ServerError: the server cannot be used.
+    """
+    if settings.redis_url is None:
+        return False
+    transport = await open_transport(settings)
+    try:
+        return not await missing_stages(transport)
+    finally:
+        await transport.close()

@@ -1,0 +1,47 @@
+"""KV use over time in words: what is said of made-up samples."""
+
+import pytest
+
+from ops.memory_log import mean_bytes, memory_lines, memory_summary
+from pipeline.samples import Sample
+
+MIB = 1 << 20
+
+
+def sample(at_s: float, used_bytes: int, num_blobs: int) -> Sample:
+    return Sample(round(1e6 * (1_000 + at_s)), "pool", used_bytes, 100 * MIB, num_blobs)
+
+
+SAMPLES = [
+    sample(0, 0, 0),
+    sample(1, 0, 0),
+    sample(1.25, 30 * MIB, 3),
+    sample(1.5, 30 * MIB, 3),
+    sample(2, 15 * MIB, 2),
+    sample(3, 0, 0),
+]
+
+
+def test_a_line_for_each_change_and_a_summary() -> None:
+    assert list(memory_lines(reversed(SAMPLES))) == [
+        "    0.0 s         0 B     0 blobs",
+        "    1.2 s    30.0 MiB     3 blobs  " + 30 * "#",
+        "    2.0 s    15.0 MiB     2 blobs  " + 15 * "#",
+        "    3.0 s         0 B     0 blobs",
+        "KV pool: max 30.0 MiB (30.0 % of 100.0 MiB) after 1.2 s, mean 12.5 MiB over 3.0 s, 6 samples",
+    ]
+
+
+def test_the_mean_is_over_time_and_not_over_samples() -> None:
+    assert mean_bytes([sample(0, 10, 1), sample(9, 20, 1), sample(10, 99, 1)]) == pytest.approx(11)
+    assert mean_bytes([sample(0, 7, 1)]) == 7
+
+
+def test_an_empty_pool_is_no_division_by_zero() -> None:
+    lines = list(memory_lines([sample(0, 0, 0), sample(1, 0, 0)]))
+    assert lines[0].endswith("0 blobs")
+    assert lines[1] == memory_summary([sample(0, 0, 0), sample(1, 0, 0)])
+
+
+def test_without_samples_it_says_why() -> None:
+    assert list(memory_lines([])) == ["KV pool: no samples; the jobs process takes them"]
