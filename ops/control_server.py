@@ -89,6 +89,8 @@ class ControlServer:
                 await writer.drain()
         except (ConnectionError, TimeoutError):
             logger.info("control_client_left")
+        except asyncio.CancelledError:  # by __aexit__ alone; passed on, Python 3.11 would log it as an error
+            logger.info("control_client_dismissed")
         finally:
             self._clients.discard(task)
             writer.close()

@@ -4,7 +4,7 @@ Owns the wording and the mean. Knows nothing about where samples come from (Samp
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from ops.status.page import size
 from pipeline.samples import Sample
@@ -12,17 +12,17 @@ from pipeline.samples import Sample
 BAR_COLUMNS = 30
 
 
-def memory_lines(samples: Iterable[Sample]) -> Iterator[str]:
-    """Yield a line for each time the pool's content changed, then a summary; one line where there is nothing to say.
+def memory_lines(samples: Iterable[Sample], every_s: float = 1.0) -> Iterator[str]:
+    """Yield what the pool held when that changed, at most a line every every_s seconds, and then a summary.
 
-    Times count from the first sample.
+    A line says the most of its time; times count from the first sample.
     """
     ordered = sorted(samples, key=lambda sample: sample.at_us)
     if not ordered:
         yield "KV pool: no samples; the jobs process takes them"
         return
     peak_bytes = max(sample.kv_used_bytes for sample in ordered)
-    for sample in _changes(ordered):
+    for sample in _changes(_peaks(ordered, every_s)):
         bar = "#" * round(BAR_COLUMNS * sample.kv_used_bytes / peak_bytes) if peak_bytes else ""
         used = f"{size(sample.kv_used_bytes):>10}  {sample.num_blobs:>4} blobs  {bar}".rstrip()
         yield f"{_seconds(ordered[0], sample):>7.1f} s  {used}"
@@ -46,6 +46,11 @@ def mean_bytes(samples: Sequence[Sample]) -> float:
     if total_us == 0:
         return float(samples[-1].kv_used_bytes)
     return sum(one.kv_used_bytes * (after.at_us - one.at_us) for one, after in pairwise(samples)) / total_us
+
+
+def _peaks(samples: Sequence[Sample], every_s: float) -> Iterator[Sample]:
+    for _, some in groupby(samples, lambda sample: _seconds(samples[0], sample) // every_s):
+        yield max(some, key=lambda sample: sample.kv_used_bytes)
 
 
 def _changes(samples: Iterable[Sample]) -> Iterator[Sample]:

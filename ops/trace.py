@@ -118,7 +118,7 @@ def _blocks(request: TracedRequest) -> list[list[Span]]:
             continue
         hosts = (block for block in blocks if block[0].name == _HOST.get(span.name) and block[0].by == span.by)
         host = next(hosts, None)
-        if host is not None and (span.end_us <= host[0].end_us or span.start_us >= host[-1].end_us):
+        if host is not None and (span.end_us <= host[0].end_us or span.start_us >= max(one.end_us for one in host)):
             host.append(span)
         else:
             blocks.append([span])

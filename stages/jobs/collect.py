@@ -15,6 +15,7 @@ from pipeline.batch.lines import BatchLineError
 from pipeline.batch.record import states_of
 from pipeline.batch.results import Completion, encode_line, outcome_of, refused_line, result_line
 from pipeline.batch.store import EPOCH, Collected, DoneLine, line_request_id
+from pipeline.errors import StateDamaged, WireError
 from pipeline.messages import Delta, Failure, Terminal
 from pipeline.timeline import phases_us, ttft_ms
 from stages.jobs.turn import Turn
@@ -77,10 +78,14 @@ def _finished_line(
     if isinstance(line, BatchLineError):
         return FinishedLine(index, "error", encode_line(refused_line(line)))
     request_id = line_request_id(turn.record.id, index)
-    deltas, terminal = _unpack(entries)
+    try:
+        deltas, terminal = _unpack(entries)
+        outcome = outcome_of(deltas, terminal)
+    except (WireError, StateDamaged) as error:  # one line's results, and not a reason to lose the others
+        terminal = _lost("result_damaged", str(error))
+        outcome = outcome_of((), terminal)
     if dropping and terminal.finish_reason == CANCELLED:
         return None
-    outcome = outcome_of(deltas, terminal)
     created_s = terminal.stamps[0].at_us // 1_000_000 if terminal.stamps else 0
     token_bytes = turn.jobs.names.token_bytes
     output = encode_line(result_line(line, request_id, created_s, outcome, token_bytes, options.response_role))
@@ -112,5 +117,9 @@ def _unpack(entries: StreamEntries) -> tuple[list[Delta], Terminal]:
     if ends:
         return deltas, ends[0]
     # It is said to have ended, and its results are gone: an hour of no jobs process after a failure, or a lost key.
-    failure = Failure(stage="jobs", code="result_lost", message="its result had expired", retryable=True)
-    return [], Terminal(finish_reason="error", failure=failure)
+    return [], _lost("result_lost", "its result had expired")
+
+
+def _lost(code: str, message: str) -> Terminal:
+    failure = Failure(stage="jobs", code=code, message=message, retryable=True)
+    return Terminal(finish_reason="error", failure=failure)

@@ -211,7 +211,9 @@ async def test_client_that_leaves_early_takes_nothing_back(home: Path, tmp_path:
         assert await ask_status(home)
 
 
-async def test_client_is_told_when_up_ends_before_it_answers(home: Path, tmp_path: Path) -> None:
+async def test_client_is_told_when_up_ends_before_it_answers(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     supervisor = make_supervisor(tmp_path, ["a: held"])
     async with started(supervisor):
         await ready(supervisor)
@@ -221,4 +223,5 @@ async def test_client_is_told_when_up_ends_before_it_answers(home: Path, tmp_pat
             await holds(lambda: supervisor.states()[1].state == "stopping")
         with pytest.raises(NotUp, match="ended before it answered"):
             await asking
+        assert caplog.messages == []
         (tmp_path / "go").touch()

@@ -32,6 +32,13 @@ def test_a_line_for_each_change_and_a_summary() -> None:
     ]
 
 
+def test_a_line_says_the_most_of_its_time() -> None:
+    quick = [sample(0.25 * number, number * MIB, 1) for number in range(9)]
+    *lines, _ = memory_lines(quick)
+    assert [line.split()[2] for line in lines] == ["3.0", "7.0", "8.0"]
+    assert len(list(memory_lines(quick, every_s=0.25))) == 10
+
+
 def test_the_mean_is_over_time_and_not_over_samples() -> None:
     assert mean_bytes([sample(0, 10, 1), sample(9, 20, 1), sample(10, 99, 1)]) == pytest.approx(11)
     assert mean_bytes([sample(0, 7, 1)]) == 7

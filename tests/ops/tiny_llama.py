@@ -13,12 +13,14 @@ HEAD_DIM = HIDDEN // HEADS
 TOKENS = [*sorted(BYTE_OF, key=BYTE_OF.__getitem__), "ab"]
 
 
-def write_tiny_llama(path: Path, seed: int = 0) -> Path:
-    """Write the model; another seed gives other weights."""
+def write_tiny_llama(path: Path, seed: int = 0, chat_template: str | None = None) -> Path:
+    """Write the model; another seed gives other weights. Without a template it only continues plain prompts."""
     generator = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
     _add_shape(writer)
     _add_vocabulary(writer)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     for name, shape in _shapes().items():
         tensor = generator.normal(0, 1 / np.sqrt(shape[-1]), shape) if len(shape) > 1 else np.ones(shape)
         writer.add_tensor(f"{name}.weight", tensor.astype(np.float32))
