@@ -179,8 +179,6 @@ function parse(bytes, at) {
   }
 }
 
-// ----------------------------------------------------------------------------------------------------------------------
-
 const [address = process.env.SLUICE_REDIS_URL, model = "smollm2-135m-instruct"] = process.argv.slice(2);
 const server = new Server(address);
 

@@ -3,6 +3,9 @@
 Owns the list of commands and what `sluice --help` says first. Knows nothing about what they do.
 """
 
+from importlib.metadata import version as version_of
+from typing import Annotated
+
 import typer
 
 from ops.commands import models
@@ -39,6 +42,13 @@ Settings are SLUICE_* variables, such as SLUICE_HOME (default ~/.sluice) or
 SLUICE_REDIS_URL (default: a server of its own).
 """
 
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
+    if wanted:
+        print(f"sluice {version_of('sluice-llm')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="sluice",
     help=HELP,
@@ -58,6 +68,16 @@ app.command(epilog=STATUS_EXAMPLES)(status)
 app.command()(top)
 app.command(epilog=TRACE_EXAMPLES)(trace)
 app.add_typer(models.app, name="models")
+
+
+@app.callback()
+def everywhere(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take what may stand before any command."""
 
 
 def main() -> None:

@@ -5,12 +5,14 @@ import json
 import os
 import pty
 import re
-import subprocess
+import select
+import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 from redis.asyncio import Redis
@@ -34,16 +36,34 @@ from pipeline.transport import Emit, Finish, Transaction
 from tests.ops.command_line import sluice
 from tests.ops.waiting import DEADLINE_S
 
+COMMAND = """
+import sys
+from pathlib import Path
+from ops.cli import main
+from ops.status import state
+
+procfile = Path(sys.argv.pop(1))
+state.default_procfile = lambda: procfile
+main()
+"""
 SERVER = ServerState("unix:///s", "Valkey 9.1.2", 1 << 20, None)
 HERE = os.uname().nodename
 
 
+class Ended(NamedTuple):
+    """A command that has ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
-def two_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def two_stages(tmp_path: Path) -> Path:
     """A Procfile of two stages."""
     procfile = tmp_path / "Procfile"
     procfile.write_text("tokenizer: python -m a\ndecode: python -m b\n")
-    monkeypatch.setattr("ops.status.state.default_procfile", lambda: procfile)
+    return procfile
 
 
 @pytest.fixture
@@ -67,26 +87,31 @@ async def joined(settings: Settings, *stages: str) -> AsyncIterator[RedisStreams
         await transport.close()
 
 
-async def run_sluice(*words: str) -> Any:
-    """In a thread: a command has an event loop of its own."""
-    return await asyncio.to_thread(sluice, *words)
+async def run_sluice(procfile: Path, *words: str) -> Ended:
+    """As a process of its own, since a command has an event loop of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, str(procfile), *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    stdout, stderr = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode is not None
+    return Ended(process.returncode, stdout.decode(), stderr.decode())
 
 
-@pytest.mark.usefixtures("two_stages")
-async def test_all_stages_of_the_procfile_are_there(elsewhere: Settings) -> None:
+async def test_all_stages_of_the_procfile_are_there(elsewhere: Settings, two_stages: Path) -> None:
     async with joined(elsewhere, "tokenizer", "decode"):
-        result = await run_sluice("status")
-    assert result.exit_code == 0, result.output
+        result = await run_sluice(two_stages, "status")
+    assert result.exit_code == 0, result
     assert f"{os.getpid()}" in result.stdout
     assert "Valkey" in result.stdout
     assert "missing" not in result.stdout
     assert len(result.stdout.splitlines()) < 30
 
 
-@pytest.mark.usefixtures("two_stages")
-async def test_what_is_missing_is_said_and_counts_as_failed(elsewhere: Settings) -> None:
+async def test_what_is_missing_is_said_and_counts_as_failed(elsewhere: Settings, two_stages: Path) -> None:
     async with joined(elsewhere, "tokenizer"):
-        result = await run_sluice("status")
+        result = await run_sluice(two_stages, "status")
     assert result.exit_code == 1
     assert "missing    no process of: decode" in result.stdout
     assert "no process of: decode" in result.stderr
@@ -107,8 +132,7 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
     assert "word" not in result.stderr
 
 
-@pytest.mark.usefixtures("two_stages")
-async def test_json_has_all_of_it(elsewhere: Settings, raw_redis: Redis) -> None:
+async def test_json_has_all_of_it(elsewhere: Settings, two_stages: Path, raw_redis: Redis) -> None:
     async with joined(elsewhere, "tokenizer", "decode") as transport:
         for number in range(3):
             await transport.admit(f"r{number}", "batch", b"payload")
@@ -118,7 +142,7 @@ async def test_json_has_all_of_it(elsewhere: Settings, raw_redis: Redis) -> None
         await transport.commit([Transaction(done, "r0", 0, effects, ack=True)])
         samples = SampleLog(raw_redis, "x", Keys(elsewhere.namespace))
         await samples.take("s", "pool-1", PoolUsage(num_blobs=4, used_bytes=2_000, quota_bytes=10_000))
-        result = await run_sluice("status", "--json")
+        result = await run_sluice(two_stages, "status", "--json")
     shown = json.loads(result.stdout)
     assert (shown["namespace"], shown["model"], shown["up_pid"]) == (elsewhere.namespace, "tiny", None)
     assert shown["missing"] == []
@@ -176,62 +200,52 @@ async def test_looking_makes_no_pool(elsewhere: Settings, tmp_path: Path) -> Non
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.usefixtures("two_stages")
-async def test_top_once_prints_the_page_and_the_last_minutes(elsewhere: Settings, raw_redis: Redis) -> None:
+async def test_top_once_prints_the_page_and_the_last_minutes(
+    elsewhere: Settings, two_stages: Path, raw_redis: Redis
+) -> None:
     async with joined(elsewhere, "tokenizer", "decode") as transport:
-        without = await run_sluice("top", "--once")
+        without = await run_sluice(two_stages, "top", "--once")
         await transport.admit("r", "batch", b"payload")
         samples = SampleLog(raw_redis, "x", Keys(elsewhere.namespace))
         await samples.take("s", "pool-1", PoolUsage(num_blobs=1, used_bytes=3 << 20, quota_bytes=1 << 30))
-        result = await run_sluice("top", "--once")
+        result = await run_sluice(two_stages, "top", "--once")
     assert without.exit_code == result.exit_code == 0
     assert "no process of this stack takes samples" in without.stdout
     assert re.search(r"tokenizer +·+█ +1\n", result.stdout)
     assert re.search(r"KV bytes +·+█ +3\.0 MiB\n", result.stdout)
 
 
-async def test_top_needs_a_terminal(elsewhere: Settings) -> None:
-    result = await run_sluice("top")
+@pytest.mark.usefixtures("elsewhere")
+def test_top_needs_a_terminal() -> None:
+    result = sluice("top")
     assert result.exit_code == 2
     assert "--once" in result.stderr
 
 
-@pytest.fixture
-def terminal() -> Iterator[tuple[int, int]]:
-    """Both ends of one: the test's and the command's."""
-    ours, theirs = pty.openpty()
-    yield ours, theirs
-    os.close(ours)
-
-
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
-async def test_a_key_leaves_top(elsewhere: Settings, terminal: tuple[int, int], key: bytes) -> None:
-    ours, theirs = terminal
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ops.cli", "top"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "TERM": "xterm"},
-        start_new_session=True,
-        preexec_fn=lambda: os.login_tty(0) if hasattr(os, "login_tty") else None,
-    )
-    os.close(theirs)
+def test_a_key_leaves_top(elsewhere: Settings, key: bytes) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, "-m", "ops.cli", "top"], {**os.environ, "TERM": "xterm"})
     try:
-        seen = await asyncio.wait_for(asyncio.to_thread(read_until, ours, b"q leaves"), DEADLINE_S)
-        assert elsewhere.namespace.encode() in seen
-        os.write(ours, key)
-        await asyncio.wait_for(asyncio.to_thread(read_until, ours, None), DEADLINE_S)
-        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
+        assert elsewhere.namespace.encode() in read_until(terminal, b"q leaves")
+        os.write(terminal, key)
+        read_until(terminal, None)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
     finally:
-        process.kill()
-        process.communicate()
+        os.close(terminal)
 
 
 def read_until(descriptor: int, words: bytes | None) -> bytes:
     """Read until some words came, or without words until the other end is closed."""
-    seen = b""
+    seen, deadline = b"", time.monotonic() + DEADLINE_S
     while words is None or words not in seen:
+        readable, _, _ = select.select([descriptor], [], [], deadline - time.monotonic())
+        assert readable, f"nothing more came after {seen!r}"
         try:
             seen += os.read(descriptor, 4096)
         except OSError:  # the other end of a terminal is closed
