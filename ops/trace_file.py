@@ -37,6 +37,8 @@ class TraceFile:
 
     processes: list[tuple[int, str]] = field(default_factory=list)
     """Numbers and names, in the order in which they are shown."""
+    lanes: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Names of the lanes of processes."""
     slices: list[Slice] = field(default_factory=list)
     """By their beginning; one that holds others comes before them."""
     arrows: list[tuple[End, End]] = field(default_factory=list)
@@ -45,8 +47,8 @@ class TraceFile:
 
     @property
     def end_us(self) -> float:
-        """When the last slice ends."""
-        return max((one.ts + one.dur for one in self.slices), default=1.0)
+        """When the last slice ends; never zero."""
+        return max(1.0, max((one.ts + one.dur for one in self.slices), default=1.0))
 
 
 def read_trace(document: dict[str, Any]) -> TraceFile:
@@ -70,6 +72,8 @@ def read_trace(document: dict[str, Any]) -> TraceFile:
             begun[event["id"]] = End(event["pid"], event["tid"], event["ts"])
         elif kind == "f":
             trace.arrows.append((begun[event["id"]], End(event["pid"], event["tid"], event["ts"])))
+        elif name == "thread_name":
+            trace.lanes[event["pid"], event["tid"]] = args["name"]
         elif name == "process_name":
             names[event["pid"]] = args["name"]
         elif name == "process_sort_index":

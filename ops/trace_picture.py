@@ -19,7 +19,7 @@ from ops.trace_file import End, Slice, TraceFile, read_trace
 WIDTH, LEFT, RIGHT, TOP = 1280, 150, 24, 84
 LANE, QUEUE_LANE, GAP, CHART, CHART_GAP = 15, 6, 14, 36, 16
 GOLDEN_DEGREES = 137.5  # neighbours differ most in hue
-CHAR_WIDTH, MIN_WIDTH = 5.6, 0.7
+CHAR_WIDTH, MIN_WIDTH = 5.2, 0.7
 STEPS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
 NUM_TICKS = 12
 COUNTER_COLOURS: Final = ("#7b8798", "#c4cad4")
@@ -97,6 +97,8 @@ class Picture:
         height = QUEUE_LANE if waiting else LANE
         for tid in sorted({one.tid for one in slices}):
             self._lanes[pid, tid] = self._y, height
+            if self._trace.lanes[pid, tid] == "writing blobs 1":
+                yield _text(LEFT - 10, self._y + 11, "writing blobs", "small", "end")
             self._y += height
         top = self._lanes[pid, slices[0].tid][0]
         yield _text(LEFT - 10, top + 10, name.partition(" (")[0], "small" if waiting else "stage", "end")

@@ -32,6 +32,8 @@ well, whoever ended it, behind what is known of its way. Where prefill seals its
 sealed in the same moment, and nobody in the compressor claims it.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 SUBMITTED: Final = "submitted"
@@ -54,5 +56,9 @@ KV_LOADED: Final = "kv_loaded"
 FINISHED: Final = "finished"
 """It has ended, for whatever reason; the last stamp of every request."""
 
+CLAIMED: Final[Mapping[str, str]] = MappingProxyType(
+    {"tokenizer": TOKENIZER_CLAIMED, "prefill": PREFILL_CLAIMED, "decode": DECODE_CLAIMED}
+)
+"""By stage; a stage of chunks claims each of them."""
 OF_A_CHUNK: Final = frozenset({CHUNK_COMPUTED, CHUNK_WRITTEN, COMPRESSOR_CLAIMED, SEALED})
 """Crossed once by each chunk; the others are crossed once by the request."""

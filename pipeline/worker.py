@@ -22,7 +22,7 @@ import structlog
 
 from kv_store.errors import KvStoreError
 from pipeline import wire
-from pipeline.boundaries import FINISHED
+from pipeline.boundaries import CLAIMED, FINISHED
 from pipeline.clock import now_us
 from pipeline.errors import InvalidRequest, ServerError, SluiceError, StateDamaged, WireError
 from pipeline.keys import MAX_DELIVERIES
@@ -91,12 +91,14 @@ async def bury(transport: Transport, delivery: Delivery, failure: Failure) -> Ou
     return Outcome.GONE
 
 
-def _ending(delivery: Delivery, failure: Failure, *more: Effect) -> Transaction | None:
+def _ending(delivery: Delivery, failure: Failure, *more: Effect, claimed_us: int | None = None) -> Transaction | None:
     identity = wire.read_identity(delivery.payload)
     if identity is None:
         return None
-    finished = Stamp(boundary=FINISHED, at_us=now_us(), by=delivery.consumer)
-    stamps = (*wire.read_stamps(delivery.payload), finished)
+    stamps = wire.read_stamps(delivery.payload)
+    if claimed_us is not None and delivery.stage in CLAIMED:
+        stamps += (Stamp(boundary=CLAIMED[delivery.stage], at_us=claimed_us, by=delivery.consumer),)
+    stamps += (Stamp(boundary=FINISHED, at_us=now_us(), by=delivery.consumer),)
     terminal = wire.pack(Terminal(finish_reason="error", failure=failure, stamps=stamps))
     return Transaction(delivery, *identity, (Finish(terminal, "failed"), *more), ack=True)
 
@@ -131,6 +133,7 @@ class _Worker:
         if is_poison(delivery):
             await self._bury(delivery, "too_many_tries", f"given up after {MAX_DELIVERIES} tries")
             return
+        claimed_us = now_us()
         try:
             transaction = await self._stage.handle(delivery)
             [outcome] = await self._transport.commit([transaction])
@@ -140,13 +143,13 @@ class _Worker:
         except ServerError:
             raise
         except InvalidRequest as error:
-            await self._refuse(delivery, error)
+            await self._refuse(delivery, error, claimed_us)
         except WireError as error:
             await self._bury(delivery, error.code, str(error))
         except Exception as error:  # noqa: BLE001 - the one place: a stage must outlive any single message
             await self._failed(delivery, error)
 
-    async def _refuse(self, delivery: Delivery, error: InvalidRequest) -> None:
+    async def _refuse(self, delivery: Delivery, error: InvalidRequest, claimed_us: int) -> None:
         failure = Failure(
             stage=self._stage.name,
             code=error.code,
@@ -154,7 +157,7 @@ class _Worker:
             field=error.field,
             retryable=False,
         )
-        transaction = _ending(delivery, failure)
+        transaction = _ending(delivery, failure, claimed_us=claimed_us)
         assert transaction is not None, "a stage that found a wrong field has read the message"
         [outcome] = await self._transport.commit([transaction])
         await self._stage.settled(transaction, outcome)

@@ -89,8 +89,9 @@ def _queues(overview: Overview) -> Table:
     """A row a stage; what is not there is left blank, so that what is stands out."""
     table = _table("queue")
     for priority in PRIORITIES:
-        for column in (priority, "in work", "oldest"):
-            table.add_column(column, justify="right", style="" if column == priority else DIM)
+        for column, width in ((priority, 13), ("in work", 7), ("oldest", 6)):  # wide enough not to jump
+            style = "" if column == priority else DIM
+            table.add_column(column, justify="right", style=style, min_width=width, no_wrap=True)
     for stage in STAGES:
         table.add_row(stage, *(cell for priority in PRIORITIES for cell in _queue_cells(overview, stage, priority)))
     return table
@@ -101,7 +102,7 @@ def _queue_cells(overview: Overview, stage: str, priority: Priority) -> tuple[st
         if (queue.stage, queue.priority) == (stage, priority) and queue.num_entries:
             in_work = f"{queue.num_held} by {queue.num_holders}" if queue.num_held else ""
             return f"{queue.num_waiting} waiting", in_work, age(queue.oldest_s)
-    return "", "", ""
+    return "-", "", ""
 
 
 def _figures(overview: Overview) -> list[Text]:

@@ -24,7 +24,7 @@ from pipeline.server_check import check_server
 from pipeline.server_url import read_address
 from stages.common.handshake import REGISTRATION_TTL_S
 
-PACE_WINDOW_S = 60.0  # several answers long, and short enough to see a change
+PACE_WINDOW_S = 30.0  # a few answers long, and short enough to see a change
 
 
 @dataclass(frozen=True, slots=True)

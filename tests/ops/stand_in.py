@@ -56,7 +56,8 @@ def main() -> None:
     if mode == "stubborn":
         child = subprocess.Popen(["sleep", "600"])
         (directory / "grandchild").write_text(str(child.pid))
-    (directory / "flawed").touch()
+    if mode == "flawed":
+        (directory / "flawed").touch()
     if mode != "mute":
         announce(directory)
     print(f"{os.environ.get('GREETING', 'running')} {mode}")
