@@ -56,7 +56,7 @@ class ExternalStack(Serving):
     async def _start(self, starting: AsyncExitStack) -> None:
         self._transport = await open_transport(self.settings)
         starting.push_async_callback(self._transport.close)
-        starting.push_async_callback(self._forget_unfinished)
+        starting.push_async_callback(self._cancel_unfinished)
 
 
 async def missing_stages(transport: Transport) -> tuple[str, ...]:

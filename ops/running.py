@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ops.leftovers import Leftovers
 from ops.serving import Serving, Warn, warn_on_stderr
 from pipeline.connect import open_transport
 from pipeline.errors import InvalidRequest, SluiceError
@@ -122,9 +121,7 @@ class AttachedStack(Serving):
     async def _start(self, starting: AsyncExitStack) -> None:
         self._transport = await open_transport(self.settings, warn=self._warn)
         starting.push_async_callback(self._transport.close)
-        leftovers = Leftovers(self.settings, pool_id=None)
-        starting.push_async_callback(leftovers.close)
-        starting.push_async_callback(self._forget_unfinished, leftovers)
+        starting.push_async_callback(self._cancel_unfinished)
 
 
 def _path(home: Path) -> Path:

@@ -110,7 +110,7 @@ class Serving(ABC):
     def _unfinished(self) -> frozenset[str]:
         return frozenset().union(*(client.unanswered for client in self._clients))
 
-    async def _forget_unfinished(self, *_: object) -> None:
+    async def _cancel_unfinished(self) -> None:
         """Cancel what nobody waits for any more, so that the stages drop it instead of finishing it."""
         request_ids = self._unfinished()
         if not request_ids:

@@ -106,7 +106,7 @@ class Stack(Serving):
         self.supervisor = self._plan_stages(transport)
         starting.push_async_callback(self._stop_stages, self.supervisor, leftovers)
         await self.supervisor.start()
-        starting.push_async_callback(self._forget_unfinished, leftovers)
+        starting.push_async_callback(self._cancel_unfinished)
         await self.watched(self.supervisor.wait_ready())
 
     def _plan_stages(self, transport: Transport) -> Supervisor:

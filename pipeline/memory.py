@@ -76,7 +76,7 @@ class MemoryTransport:
 
     async def finished(self, num: int) -> list[FinishedRequest]:
         """Return the last requests that ended, oldest first."""
-        return list(self._broker.finished)[-num:]
+        return list(self._broker.finished)[-num:] if num else []
 
     async def receive(self, stage: str, max_items: int, block_s: float) -> list[Delivery]:
         """Take up to max_items entries: interactive before batch, given-up ones before new ones."""

@@ -8,6 +8,7 @@ holder. So nothing here relies on their order: time only ever moves forward, and
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
@@ -97,21 +98,18 @@ def phases_us(stamps: Iterable[Stamp]) -> dict[str, int]:
     a request did not reach are missing; one that ended early was in the last one until it ended. Without stamps there
     are no phases, and those of a request that goes on add up to what is known.
     """
-    stamps = list(stamps)
-    if not stamps:
-        return {}
     passed_us = _passed(stamps)
+    known = [boundary for boundary in (SUBMITTED, *PHASES) if boundary in passed_us]
+    if not known:
+        return {}
     limit_us = passed_us.get(FINISHED, max(passed_us.values()))
-    at_us = min(passed_us.get(SUBMITTED, min(passed_us.values())), limit_us)
+    at_us = min(passed_us[known[0]], limit_us)
     phases: dict[str, int] = {}
-    last = SUBMITTED
-    for boundary, phase in PHASES.items():
-        if boundary not in passed_us:
-            continue
-        name = _ENDED_IN[last] if boundary == FINISHED else phase
+    for last, boundary in pairwise(known):
+        phase = _ENDED_IN[last] if boundary == FINISHED else PHASES[boundary]
         next_us = min(max(at_us, passed_us[boundary]), limit_us)
-        phases[name] = phases.get(name, 0) + next_us - at_us
-        at_us, last = next_us, boundary
+        phases[phase] = phases.get(phase, 0) + next_us - at_us
+        at_us = next_us
     return phases
 
 

@@ -1,4 +1,4 @@
-"""`python -m ops.bench` and `python -m ops.bench engine`: options in, tables out, records under docs/bench."""
+"""`python -m ops.bench`, alone or with `engine` or `batch`: options in, tables out, records under docs/bench."""
 
 import sys
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.bench import end_to_end
+from ops.bench import batch_memory, end_to_end
 from ops.commands.common import (
     ModelOption,
     NumDecode,
@@ -105,6 +105,25 @@ def engine_command(
     execute(_engine(command_settings(model), sizes, (steps, repetitions), Destination(into, name, save)))
 
 
+@app.command("batch")
+def batch_command(
+    *,
+    lines: Annotated[int, typer.Option(min=10, help="Lines of the batch.")] = 50_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = 4,
+    model: ModelOption = None,
+    work: Annotated[Path, typer.Option(help="Folder for input and output.")] = Path("results/batch"),
+    name: Annotated[str, typer.Option(help="Of the record.")] = "batch-memory",
+    save: Save = True,
+    into: Into = INTO,
+) -> None:
+    """Measure the memory of all processes while a long batch runs, and draw it.
+
+    python -m ops.bench batch --model tiny.gguf
+    """
+    plan = batch_memory.Plan(num_lines=lines, output_tokens=tokens, folder=work.absolute())
+    execute(_batch(plan, command_settings(model), Destination(into, name, save)))
+
+
 def _size(text: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
         raise typer.BadParameter(f"{text!r} is no batch size", param_hint="--batches")
@@ -136,6 +155,15 @@ async def _engine(settings: Settings, batches: list[int], counts: tuple[int, int
         num_repetitions=num_repetitions,
     )
     destination.take(*engine.run(plan, _note))
+    return 0
+
+
+async def _batch(plan: batch_memory.Plan, settings: Settings, destination: Destination) -> int:
+    checked_model(settings)
+    record, tables = await batch_memory.run(plan, settings, served_name(settings), _note)
+    destination.take(record, tables)
+    if destination.save:
+        (destination.folder / f"{destination.name}.svg").write_text(batch_memory.picture(record), "utf-8")
     return 0
 
 

@@ -4,9 +4,10 @@ SluiceError
 └── BatchError
     ├── BatchMismatch        the output path belongs to an unfinished batch that differs
     ├── BatchFilesDamaged    a file of the batch cannot be what it should be
+    ├── BatchFilesGone       its files are not there, or those of another batch are
     ├── InputChanged         the input is not the one that was submitted
     ├── BatchLocked          somebody else writes its files                      (retryable)
-    ├── BatchFailed          it has failed, and says why
+    ├── BatchFailed          it has failed, and says why                         (retryable)
     └── UnknownBatch         no record, no files
 """
 
@@ -46,7 +47,17 @@ class BatchFilesDamaged(BatchError):  # noqa: N818
     code = "batch_files_damaged"
 
     def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
+        super().__init__(f"{path} {problem}; start over with --restart")
+        self.path = path
+
+
+class BatchFilesGone(BatchError):  # noqa: N818
+    """The batch's files are not there any more: it was given up, or its output is in place."""
+
+    code = "batch_files_gone"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"its files are not in {path}: somebody gave it up, or this process cannot see them")
         self.path = path
 
 
@@ -75,6 +86,7 @@ class BatchFailed(BatchError):  # noqa: N818
     """The batch has failed; once the reason is mended, submitting it again goes on where it was."""
 
     code = "batch_failed"
+    retryable = True
 
     def __init__(self, batch_id: str, reason: str) -> None:
         super().__init__(f"batch {batch_id} has failed: {reason}")

@@ -1,17 +1,20 @@
 """The lines of a batch that are finished: appended as they come, put in order at the end.
 
 Owns finished.lines (output lines, one after the other) and finished.index (fixed records: whose each is, and
-its figures). A line counts from the moment its record is on the disk, and it gets there after its bytes. What a
-crash leaves behind the last whole record is cut off, so that no line is ever half there or there twice.
+its figures). A line counts from the moment its record is on the disk, and it gets there after its bytes. Records
+follow one another without a gap: from the first one on that does not, or whose bytes are not there, all are what a
+crash left, and are cut off. So no line is ever half there or there twice.
 Whoever appends holds the directory's lock. Knows nothing about queues.
 """
 
+import io
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, cast
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,9 +76,10 @@ class Journal:
             OSError: it cannot be written.
         """
         records = read_records(directory, num_lines)
-        self._lines = _open(directory.finished_lines)
-        self._index = _open(directory.finished_index)
         self._size = int(records["offset"][-1] + records["size"][-1]) if len(records) else 0
+        self._exit = ExitStack()
+        self._lines = self._exit.enter_context(_open(directory.finished_lines))
+        self._index = self._exit.enter_context(_open(directory.finished_index))
         self._lines.truncate(self._size)
         self._index.truncate(len(records) * RECORD.itemsize)
         self._reasons: NDArray[np.uint8] = np.full(num_lines, 255, np.uint8)
@@ -92,23 +96,18 @@ class Journal:
         if not fresh:
             return
         records = np.zeros(len(fresh), RECORD)
-        self._lines.seek(self._size)
-        self._index.seek(0, os.SEEK_END)
         size = self._size
         for record, line in zip(records, fresh.values(), strict=True):
             _fill(record, line, size)
-            self._lines.write(line.output)
             size += len(line.output)
-        _sync(self._lines)
-        self._index.write(records.tobytes())
-        _sync(self._index)
+        _append(self._lines, b"".join(line.output for line in fresh.values()))
+        _append(self._index, records.tobytes())
         self._size = size
         self._reasons[records["index"]] = records["reason"]
 
     def close(self) -> None:
         """Close both files."""
-        self._lines.close()
-        self._index.close()
+        self._exit.close()
 
     def __enter__(self) -> Self:
         return self
@@ -120,24 +119,23 @@ class Journal:
 
 
 def read_records(directory: BatchDirectory, num_lines: int | None = None) -> NDArray[np.void]:
-    """Return the whole records of a journal, in the order in which lines finished; none where there is no journal.
+    """Return the records of a journal, in the order in which lines finished; none where there is no journal.
 
     Raises:
-        BatchFilesDamaged: they cannot be of a batch of num_lines (any number by default), or their bytes are gone.
+        BatchFilesDamaged: they cannot be of a batch of num_lines (any number by default).
     """
     try:
         raw = directory.finished_index.read_bytes()
+        num_bytes = directory.finished_lines.stat().st_size
     except FileNotFoundError:
         return np.zeros(0, RECORD)
     records = np.frombuffer(raw, RECORD, len(raw) // RECORD.itemsize)
-    if not len(records):
-        return records
-    too_far = num_lines is not None and int(records["index"].max()) >= num_lines
-    if too_far or len(np.unique(records["index"])) != len(records):
+    ends = np.cumsum(records["size"], dtype=np.uint64)
+    whole = (records["offset"] + records["size"] == ends) & (records["size"] > 0) & (ends <= num_bytes)
+    records = records[: len(records) if whole.all() else int(np.argmin(whole))]
+    too_far = num_lines is not None and len(records) and int(records["index"].max()) >= num_lines
+    if too_far or len(np.unique(records["index"])) != len(records) or (records["reason"] >= len(REASONS)).any():
         raise BatchFilesDamaged(directory.finished_index, f"does not belong to a batch of {num_lines} lines")
-    end = int(records["offset"][-1] + records["size"][-1])
-    if directory.finished_lines.stat().st_size < end:
-        raise BatchFilesDamaged(directory.finished_lines, f"has fewer than the {end} bytes that are recorded")
     return records
 
 
@@ -159,13 +157,17 @@ def finished_in_order(directory: BatchDirectory, num_lines: int) -> Iterator[tup
             yield int(record["index"]), REASONS[int(record["reason"])], lines.read(int(record["size"]))
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> io.FileIO:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    return cast("BinaryIO", os.fdopen(descriptor, "r+b"))
+    return io.FileIO(descriptor, "r+")  # without a buffer, which a full disk would leave for close() to write
 
 
-def _sync(file: BinaryIO) -> None:
-    file.flush()
+def _append(file: io.FileIO, data: bytes) -> None:
+    """Write all of it behind the end, and wait for the disk."""
+    file.seek(0, os.SEEK_END)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
     os.fsync(file.fileno())
 
 

@@ -72,7 +72,7 @@ class BatchRecord(BaseModel):
     started_ms: int = 0
     ended_ms: int = 0
     deadline_ms: int = 0
-    """When it expires; 0 is never."""
+    """When it expires: options.timeout_s after it was submitted the last time; 0 is never."""
     total: int = 0
     """Lines with a request; 0 until it was validated."""
     cursor: int = 0

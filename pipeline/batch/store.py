@@ -16,11 +16,12 @@ from pipeline.batch.directory import Manifest
 from pipeline.batch.errors import UnknownBatch
 from pipeline.batch.record import STEPS, BatchRecord, BatchState, StepName, states_of
 from pipeline.clock import Monotonic, monotonic_s
-from pipeline.keys import BATCH_TTL_S, MAX_QUEUE, Keys
+from pipeline.keys import BATCH_TTL_S, MAX_QUEUE, RESULT_TTL_S, Keys
 from pipeline.redis_calls import Arg, RedisCalls, command, commands, read_stream
 
 STEP_LEASE_S = 5.0  # a killed jobs process loses its steps after this
 STEP_GRACE_S = 3.0  # in which a step's job begins; arq polls many times in it
+KEPT_WINDOWS = 2  # of lines that ended and wait for a slow disk; while there are more, none are fed
 PATIENCE_S = 10.0
 COLLECTED_TTL_S = 60  # a line that was collected can be looked at for a minute
 EPOCH = "0-0"
@@ -65,7 +66,6 @@ class Sighting:
     id: str
     state: BatchState
     deadline_ms: int
-    cancel_requested: bool
 
 
 class BatchStore:
@@ -96,7 +96,7 @@ class BatchStore:
             fields |= {**recovered, "recovered": 1}
         batch_id = manifest.batch_id
         words = [word for pair in fields.items() for word in pair]
-        keys = [self.keys.batch(batch_id), self.keys.batches()]
+        keys = [self.keys.batch(batch_id), self.keys.batch_done(batch_id), self.keys.batches()]
         return await self._calls.script("batch_create", keys, [batch_id, len(fields), *words]) == 1
 
     async def read(self, batch_id: str) -> BatchRecord:
@@ -127,15 +127,14 @@ class BatchStore:
         index = self.keys.batches()
         members = cast("list[bytes]", await command(self._calls, self._client, "ZRANGE", index, 0, -1))
         names = [member.decode() for member in members]
-        wanted = ("state", "deadline_ms", "cancel_requested")
-        asked = [["TIME"], *(["HMGET", self.keys.batch(name), *wanted] for name in names)]
+        asked = [["TIME"], *(["HMGET", self.keys.batch(name), "state", "deadline_ms"] for name in names)]
         time, *fields = await commands(self._calls, self._client, asked, "survey")
-        gone = [name for name, (state, _, _) in zip(names, fields, strict=True) if state is None]
+        gone = [name for name, (state, _) in zip(names, fields, strict=True) if state is None]
         if gone:
             await command(self._calls, self._client, "ZREM", index, *gone)
         found = [
-            Sighting(name, cast("BatchState", state.decode()), int(deadline or 0), cancelled == b"1")
-            for name, (state, deadline, cancelled) in zip(names, fields, strict=True)
+            Sighting(name, cast("BatchState", state.decode()), int(deadline_ms or 0))
+            for name, (state, deadline_ms) in zip(names, fields, strict=True)
             if state is not None
         ]
         return 1000 * int(time[0]) + int(time[1]) // 1000, found
@@ -145,15 +144,18 @@ class BatchStore:
     ) -> BatchState:
         """Move a batch from one of these states to another, and return its state afterwards.
 
-        The value "now" of a field that ends in _ms is the server's time.
+        A field's value NOW is the server's time in ms; later(seconds) is so much later. A batch that was cancelled
+        before it could begin moves to cancelling instead of in_progress.
 
         Raises:
             UnknownBatch: it has no record.
         """
         ttl_s = 0 if to in STEPS else BATCH_TTL_S
+        names = [name(line_request_id(batch_id, "")) for name in (self.keys.request, self.keys.results)]
         words = [word for pair in (fields or {}).items() for word in pair]
         keys = [self.keys.batch(batch_id), self.keys.batch_done(batch_id)]
-        reply: bytes = await self._calls.script("batch_move", keys, [to, ttl_s, len(origins), *origins, *words])
+        args: list[Arg] = [to, ttl_s, RESULT_TTL_S, *names, len(origins), *origins, *words]
+        reply: bytes = await self._calls.script("batch_move", keys, args)
         if not reply:
             raise UnknownBatch(batch_id)
         return cast("BatchState", reply.decode())
@@ -164,10 +166,10 @@ class BatchStore:
         Raises:
             UnknownBatch: it has no record.
         """
-        if await self.move(batch_id, ["in_progress"], "cancelling") == "cancelling":
-            return True
         # Without an index its lines cannot be told apart yet: it is cancelled as soon as it was validated.
-        return await self.move(batch_id, ["validating"], "validating", {"cancel_requested": 1}) == "validating"
+        if await self.move(batch_id, ["validating"], "validating", {"cancel_requested": 1}) == "validating":
+            return True
+        return await self.move(batch_id, ["in_progress"], "cancelling") == "cancelling"
 
     # Steps
 
@@ -175,12 +177,15 @@ class BatchStore:
         """Take a step's turn, or keep it; anything but "ok" means that it is not this job's."""
         return cast("StepReply", await self._step("begin", turn, STEP_LEASE_S))
 
-    async def end(self, turn: StepTurn) -> StepReply:
-        """Give a step's turn up: the next number may begin."""
-        return cast("StepReply", await self._step("end", turn, STEP_GRACE_S))
+    async def end(self, turn: StepTurn, pause_s: float = 0.0) -> StepReply:
+        """Give a step's turn up; the next one may be asked for after a pause."""
+        return cast("StepReply", await self._step("end", turn, pause_s))
 
     async def revive(self, batch_id: str, step: StepName) -> int | None:
-        """Return the number under which a step that nobody works on has to run now; None for no need."""
+        """Return the number under which a step that nobody works on has to run now; None for no need.
+
+        Its job has STEP_GRACE_S to begin; then it counts as lost.
+        """
         reply = await self._step("revive", StepTurn(batch_id, step, 0, ""), STEP_GRACE_S)
         return int(reply) if reply else None
 
@@ -199,19 +204,20 @@ class BatchStore:
             self.keys.batch(batch_id),
             self.keys.batch_done(batch_id),
             self.keys.request(line_request_id(batch_id, cursor)),
+            self.keys.results(line_request_id(batch_id, cursor)),
             self.keys.stream("tokenizer", "batch"),
             self.keys.stream("prefill", "batch"),
         ]
         reply: bytes = await self._calls.script("batch_feed", keys, [cursor, kind, payload, max_queue])
         return cast("FeedReply", reply.decode())
 
-    async def num_in_flight(self, batch_id: str) -> int:
-        """Return how many lines were fed and have not ended."""
+    async def room(self, batch_id: str, window: int) -> int:
+        """Return how many lines may be fed so that `window` are in flight, and few wait to be collected."""
         batch = self.keys.batch(batch_id)
         counts = await command(self._calls, self._client, "HMGET", batch, "admitted", "collected")
         admitted, collected = (int(count or 0) for count in cast("list[bytes | None]", counts))
         done = cast("int", await command(self._calls, self._client, "XLEN", self.keys.batch_done(batch_id)))
-        return admitted - collected - done
+        return min(window - (admitted - collected - done), KEPT_WINDOWS * window - (admitted - collected))
 
     async def wait_done(self, batch_id: str, after: str, num: int, block_s: float) -> list[DoneLine]:
         """Return lines that ended and were not collected, after an entry; waits up to block_s for the first."""
@@ -247,9 +253,17 @@ class BatchStore:
         return cast("BatchState", reply.decode())
 
 
-def line_request_id(batch_id: str, index: int) -> str:
-    """Return the id of a line's request."""
+def line_request_id(batch_id: str, index: int | Literal[""]) -> str:
+    """Return the id of a line's request; without an index, what those of all lines begin with."""
     return f"{batch_id}-{index}"
+
+
+def later(time_s: float) -> str:
+    """Return what stands for the server's time and so many seconds more, as the value of a field."""
+    return f"now+{round(1000 * time_s)}"
+
+
+NOW = later(0)
 
 
 def new_nonce() -> str:

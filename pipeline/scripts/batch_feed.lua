@@ -3,11 +3,11 @@
 -- and only while the batch is in progress. A line that cannot become a request goes straight to the lines that
 -- are done, with its error. Without allow-oom, as every admission.
 --
--- KEYS  batch, done stream, request, tokenizer stream, prefill stream
+-- KEYS  batch, done stream, request, results, tokenizer stream, prefill stream
 -- ARGV  cursor (the line), kind: 'request' | 'refused' | 'skip', payload (of the request, or empty),
 --       max_queue
 -- reply 'ok' | 'busy' | 'moved' (the cursor is elsewhere, or the batch is not in progress)
-local batch, done, request, tokenizer, prefill = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local batch, done, request, results, tokenizer, prefill = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local cursor, kind, payload, max_queue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 
 -- include: ending.lua
@@ -21,12 +21,18 @@ if kind == 'request' then
     return 'busy'
   end
   -- A request of that name can only be one that was fed before the batch failed, or before its record was made
-  -- again: it goes on as it is, or is done already.
+  -- again: it goes on as it is, or is done already. One that was cancelled, or whose results are gone, begins anew.
   local state = redis.call('HGET', request, 'state')
+  if state == 'cancelled' or (ENDED[state] and redis.call('EXISTS', results) == 0) then
+    redis.call('DEL', request, results)
+    state = nil
+  end
   if not state then
     redis.call('HSET', request, 'state', 'queued', 'attempt', '0', 'n', '0', 'batch', batch, 'line', cursor)
     redis.call('XADD', tokenizer, '*', 'p', payload)
   elseif ENDED[state] then
+    redis.call('PERSIST', request)
+    redis.call('PERSIST', results)
     redis.call('XADD', done, '*', 'line', cursor)
   end
 elseif kind == 'refused' then

@@ -2,19 +2,21 @@
 -- Who drives a batch on: guarantees that of all the jobs for one step of a batch, only the one with the step's
 -- current number works, that it works in states the step is for, and that it is given up when it does not renew.
 --
---   begin   take the lease, or renew it under the same nonce
---   end     give it up; the number rises, so that the job cannot run again
---   revive  raise the number if nobody has the lease and nothing has happened for grace_ms: whoever had it was
---           killed, or its job was lost
+--   begin   take the lease for time_ms, or renew it under the same nonce
+--   end     give it up; the number rises, so that the job cannot run again, and none is asked for within time_ms
+--   revive  raise the number if nobody has the lease, and it is time: the last turn is over, or whoever had it was
+--           killed, or its job was lost; the next job has time_ms to begin
 --
 -- KEYS  batch
--- ARGV  verb, step, number, nonce, lease_ms (begin) or grace_ms (revive), then the states the step is for
+-- ARGV  verb, step, number, nonce, time_ms, then the states the step is for
 -- reply begin, end: 'ok' | 'over' | 'stale' | 'held';  revive: the number to run now, or '' for nothing to do
 local batch, verb, step, number, nonce = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local fields = redis.call('HMGET', batch, 'state', step .. '_number', step .. '_nonce', step .. '_until_ms')
 local state, current, holder, until_ms = fields[1], fields[2] or '0', fields[3] or '', tonumber(fields[4] or '0')
+-- A time that lies further ahead than any that is ever given: the server's clock was set back.
+local waits = now_ms < until_ms and until_ms - now_ms <= 60000
 
 local function allowed()
   for i = 6, #ARGV do
@@ -31,11 +33,11 @@ local function set(new_number, new_nonce, new_until_ms)
 end
 
 if verb == 'revive' then
-  if not allowed() or now_ms <= until_ms then
+  if not allowed() or waits then
     return ''
   end
   local next_number = current + 1
-  set(next_number, '', now_ms + ARGV[5]) -- as long as its job may take to begin
+  set(next_number, '', now_ms + ARGV[5])
   return tostring(next_number)
 end
 if not allowed() then
@@ -45,7 +47,7 @@ if number ~= current then
   return 'stale'
 end
 if verb == 'begin' then
-  if holder ~= '' and holder ~= nonce and now_ms <= until_ms then
+  if holder ~= '' and holder ~= nonce and waits then
     return 'held'
   end
   set(current, nonce, now_ms + ARGV[5])

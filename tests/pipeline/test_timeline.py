@@ -129,8 +129,14 @@ def test_a_request_that_goes_on_has_the_phases_it_has_finished() -> None:
     assert phases == {"queue_tokenizer": 100, "tokenizer": 200, "queue_prefill": 700}
 
 
+def test_what_was_before_the_first_stamp_is_not_guessed() -> None:
+    assert list(phases_us(TWO_CHUNKS[2:5])) == ["queue_prefill", "prefill"]
+
+
 def test_without_stamps_there_is_nothing() -> None:
     assert phases_us([]) == {}
+    assert phases_us([stamp(FINISHED, 7)]) == {}
+    assert phases_us([stamp("of a later version", 7)]) == {}
     assert spans([]) == []
     assert ttft_ms([]) is None
     assert tpot_ms([], 9) is None

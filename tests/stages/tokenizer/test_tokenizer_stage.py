@@ -202,3 +202,8 @@ async def test_an_unreadable_entry_is_buried_and_others_are_served(door: Door) -
     assert message.request_id == "r"
     await holds(lambda: len(door.queues.broker.dead["tokenizer"]) == 1)
     assert door.queues.broker.dead["tokenizer"][0].reason.startswith("unreadable_message: not_msgpack")
+
+
+async def test_a_request_without_the_moment_of_submission_is_refused(door: Door) -> None:
+    failure = await door.refused(prompt="hello", max_tokens=1, stamps=())
+    assert failure.field == "stamps"

@@ -1,0 +1,87 @@
+"""Lines over time as a picture: plain SVG, for figures that people would rather look at than read.
+
+Owns the drawing. Knows nothing about what is drawn.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT = 900, 420
+LEFT, RIGHT, TOP, BOTTOM = 64, 190, 48, 40
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+MAX_POINTS = 600  # of one line: more than the picture has columns for
+LABEL_HEIGHT = 14
+FONT = "font-family='DejaVu Sans, system-ui, sans-serif'"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line: its name, and (x, y) in order of x."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture with one pair of axes that begin at zero."""
+
+    title: str
+    x_unit: str
+    y_unit: str
+
+    def svg(self, lines: Sequence[Line]) -> str:
+        """Return the picture."""
+        x_max = max((x for line in lines for x, _ in line.points), default=1.0) or 1.0
+        y_max = max((y for line in lines for _, y in line.points), default=1.0) or 1.0
+        x_step, y_step = _step(x_max), _step(y_max)
+        y_max = y_step * math.ceil(y_max / y_step)
+
+        def place(x: float, y: float) -> tuple[float, float]:
+            across = LEFT + x / x_max * (WIDTH - LEFT - RIGHT)
+            return round(across, 1), round(HEIGHT - BOTTOM - y / y_max * (HEIGHT - TOP - BOTTOM), 1)
+
+        parts = [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' {FONT} font-size='11'>",
+            f"<rect width='{WIDTH}' height='{HEIGHT}' fill='#ffffff'/>",
+            f"<text x='{LEFT}' y='26' font-size='15' font-weight='bold'>{escape(self.title)}</text>",
+        ]
+        for number in range(round(y_max / y_step) + 1):
+            x, y = place(0, number * y_step)
+            parts.append(f"<path d='M{x} {y}H{WIDTH - RIGHT}' stroke='#e5e7eb'/>")
+            label = f"{number * y_step:g} {self.y_unit if number * y_step == y_max else ''}"
+            parts.append(f"<text x='{x - 8}' y='{y + 4}' text-anchor='end' fill='#4b5563'>{label}</text>")
+        for number in range(int(x_max / x_step) + 1):
+            x, y = place(number * x_step, 0)
+            label = f"{number * x_step:g} {self.x_unit if number == 0 else ''}"
+            parts.append(f"<text x='{x}' y='{y + 18}' text-anchor='middle' fill='#4b5563'>{label}</text>")
+        for line, colour in zip(lines, (COLOURS * len(lines))[: len(lines)], strict=True):
+            stride = max(len(line.points) // MAX_POINTS, 1)
+            points = " ".join(f"{x},{y}" for x, y in (place(*point) for point in line.points[::stride]))
+            parts.append(f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='1.6'/>")
+        parts += _legend(lines, [place(*line.points[-1])[1] for line in lines])
+        return "\n".join([*parts, "</svg>", ""])
+
+
+def _legend(lines: Sequence[Line], heights: Sequence[float]) -> list[str]:
+    """Return the names beside the ends of their lines, moved apart where they would overlap."""
+    labels: list[str] = []
+    lowest = -math.inf
+    for number in sorted(range(len(lines)), key=lambda number: heights[number]):
+        lowest = max(heights[number] + 4, lowest + LABEL_HEIGHT)
+        line = lines[number]
+        text = f"{line.name} {line.points[-1][1]:.4g}"
+        colour = COLOURS[number % len(COLOURS)]
+        labels.append(f"<text x='{WIDTH - RIGHT + 8}' y='{lowest:.1f}' fill='{colour}'>{escape(text)}</text>")
+    return labels
+
+
+def _step(maximum: float) -> float:
+    """Return a round distance that divides the axis into four to ten parts."""
+    magnitude = 10 ** math.floor(math.log10(maximum))
+    for factor in (0.1, 0.2, 0.25, 0.5, 1, 2):
+        if maximum / (factor * magnitude) <= 10:
+            return factor * magnitude
+    return 2 * magnitude
