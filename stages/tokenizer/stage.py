@@ -48,7 +48,10 @@ class TokenizerStage:
             InvalidRequest: It can never be served; the harness ends it with that error.
         """
         by = delivery.consumer
-        request = wire.unpack(delivery.payload, GenerateRequest).stamped(TOKENIZER_CLAIMED, now_us(), by)
+        request = wire.unpack(delivery.payload, GenerateRequest)
+        if not request.stamps:  # templates may print the date, and it must be the same in every try
+            raise InvalidRequest("stamps", "must begin with the moment at which the request was submitted")
+        request = request.stamped(TOKENIZER_CLAIMED, now_us(), by)
         tokenized = (await asyncio.to_thread(self._tokenize, request)).stamped(TOKENIZED, now_us(), by)
         publish = Publish("prefill", request.priority, wire.pack(tokenized))
         return Transaction(delivery, request.request_id, request.attempt, (publish,), ack=True)
@@ -59,8 +62,6 @@ class TokenizerStage:
     def _tokenize(self, request: GenerateRequest) -> TokenizedPrompt:
         if request.model != self._model:
             raise InvalidRequest("model", f"is {request.model!r}; this stack serves {self._model!r}")
-        if not request.stamps:  # templates may print the date, and it must be the same in every try
-            raise InvalidRequest("stamps", "must begin with the moment at which the request was submitted")
         field = "prompt" if request.messages is None else "messages"
         texts = [request.prompt] if request.prompt is not None else [turn.content for turn in request.messages or ()]
         self._limits.check_length(field, sum(len(text.encode(errors="surrogatepass")) for text in texts))
