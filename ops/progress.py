@@ -1,6 +1,6 @@
 """How far a run is: a bar on a terminal, a line now and then elsewhere, or JSON for scripts.
 
-Owns what is shown while a run goes on. Knows nothing about requests: it is told of tokens and of lines.
+Owns what is shown while a run goes on. Knows nothing about requests: it is told how many tokens and lines there are.
 """
 
 import json
@@ -17,44 +17,32 @@ JSON_EVERY_S = 1.0
 
 
 class RunProgress(ABC):
-    """Told of every token and every finished line."""
+    """Told of all counts now and then; what they were the first time was done before, and is no speed."""
 
     def __init__(self, num_lines: int) -> None:
         self.num_lines = num_lines
         self.num_done = 0
         self.num_failed = 0
         self.num_tokens = 0
-        self._started_at = time.monotonic()
+        self._started_at: float | None = None
         self._lines_before = 0
         self._tokens_before = 0
-
-    def start(self) -> None:
-        """Count the time from now on: the stack is ready. What was done before is no speed."""
-        self._started_at = time.monotonic()
-        self._lines_before, self._tokens_before = self.num_done, self.num_tokens
 
     def set(self, *, num_lines: int, num_done: int, num_failed: int, num_tokens: int) -> None:
         """Take all counts at once."""
         self.num_lines, self.num_done = num_lines, num_done
         self.num_failed, self.num_tokens = num_failed, num_tokens
-        self.refresh()
-
-    def tokens(self, num: int) -> None:
-        """Tokens arrived."""
-        self.num_tokens += num
-        self.refresh()
-
-    def line(self, *, failed: bool) -> None:
-        """A line is finished."""
-        self.num_done += 1
-        self.num_failed += failed
+        if self._started_at is None:
+            self._started_at = time.monotonic()
+            self._lines_before, self._tokens_before = num_done, num_tokens
+            self.start()
         self.refresh()
 
     @property
     def rate(self) -> float:
-        """Tokens per second since the start."""
-        elapsed_s = time.monotonic() - self._started_at
-        return (self.num_tokens - self._tokens_before) / elapsed_s if elapsed_s > 0 else 0.0
+        """Tokens per second since the start; a batch that a server lost counts its tokens anew."""
+        elapsed_s = self._elapsed_s
+        return max(self.num_tokens - self._tokens_before, 0) / elapsed_s if elapsed_s > 0 else 0.0
 
     @property
     def left_s(self) -> float | None:
@@ -62,7 +50,14 @@ class RunProgress(ABC):
         num_done = self.num_done - self._lines_before
         if num_done <= 0:
             return None
-        return (self.num_lines - self.num_done) * (time.monotonic() - self._started_at) / num_done
+        return (self.num_lines - self.num_done) * self._elapsed_s / num_done
+
+    @property
+    def _elapsed_s(self) -> float:
+        return 0.0 if self._started_at is None else time.monotonic() - self._started_at
+
+    def start(self) -> None:  # noqa: B027 - most have nothing to do
+        """Begin with the counts as they are."""
 
     @abstractmethod
     def refresh(self) -> None:
@@ -120,8 +115,7 @@ class BarProgress(RunProgress):
         self._task: TaskID = self._bar.add_task("running", total=num_lines, rate="")
 
     def start(self) -> None:
-        """Count the time from now on, and let the bar begin where the run does."""
-        super().start()
+        """Let the bar begin where the run does."""
         self._bar.reset(self._task, total=self.num_lines, completed=self.num_done)
 
     def refresh(self) -> None:

@@ -5,6 +5,7 @@ Owns how figures are shown. Knows nothing about where they come from.
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from pipeline.batch.figures import BatchSummary, Spread
 
@@ -18,7 +19,7 @@ def table(summary: BatchSummary) -> Table:
     shown.add_column("finish reason", no_wrap=True)
     for row in summary.rows:
         shown.add_row(
-            row.custom_id or "-",
+            Text("-" if row.custom_id is None else printable(row.custom_id)),  # a text: brackets are no markup
             _count(row.prompt_tokens),
             _count(row.output_tokens),
             _ms(row.ttft_ms),
@@ -68,6 +69,11 @@ def figures(summary: BatchSummary, wall_s: float) -> dict[str, object]:
         "output_tokens_per_s": round(rate, 2),
         "acceptance_rate": None if accepted is None else round(accepted, 4),
     }
+
+
+def printable(text: str) -> str:
+    """Return what others wrote, without what would move a terminal's cursor or colours."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def _spread(values: Spread | None) -> str:

@@ -1,4 +1,4 @@
-"""`sluice cancel`: ends requests of a running stack."""
+"""`sluice cancel`: ends requests and batches of a running stack."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -7,6 +7,9 @@ import typer
 
 from ops.commands.common import EXIT_FAILED, execute
 from ops.commands.connected import stack_client
+from pipeline.batch.errors import UnknownBatch
+from pipeline.batch.record import is_batch_id
+from pipeline.client.batches import Batches
 from pipeline.client.cancel import CancelOutcome
 from pipeline.client.client import Client
 
@@ -14,6 +17,7 @@ EXAMPLES = """\b
 Examples:
   sluice cancel req_3f9...
   sluice cancel req_3f9... req_8c2...
+  sluice cancel batch_x7k...
 """
 
 WORDS: dict[CancelOutcome, str] = {
@@ -21,27 +25,42 @@ WORDS: dict[CancelOutcome, str] = {
     "ended": "had already ended",
     "unknown": "unknown: never accepted, its results have expired, or the server lost its data",
 }
+BATCH_WORDS: dict[CancelOutcome, str] = {
+    "cancelled": "is cancelled: what it has finished goes to its output, the rest to its errors",
+    "ended": "had already ended, or was about to",
+    "unknown": "unknown: never submitted, ended more than a day ago, or the server lost its data",
+}
 
 
 def cancel(
-    request_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="As `sluice enqueue` printed them.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="As `sluice enqueue` printed them, or of batches.")],
 ) -> None:
     """End requests now: who reads them gets the end at once, and the stages drop their work at the next step.
 
+    Batches keep what they have finished.
     Exit code 0: all of them have ended, by this or before; 1: one is not known.
     """
-    execute(_cancel(request_ids))
+    execute(_cancel(ids))
 
 
-async def _cancel(request_ids: Sequence[str]) -> int:
+async def _cancel(ids: Sequence[str]) -> int:
     async with stack_client() as client:
-        outcomes = await cancel_all(client, request_ids)
-    for request_id, outcome in outcomes.items():
-        print(f"{request_id} {WORDS[outcome]}")
+        outcomes = await cancel_all(client, ids)
+    for one, outcome in outcomes.items():
+        print(f"{one} {(BATCH_WORDS if is_batch_id(one) else WORDS)[outcome]}")
     return EXIT_FAILED if "unknown" in outcomes.values() else 0
 
 
 async def cancel_all(client: Client, ids: Sequence[str]) -> dict[str, CancelOutcome]:
-    """Cancel what the ids name, and return what became of each."""
-    # Ids that begin with BATCH_ID_PREFIX (pipeline/batch/record.py) name batches: they part from the others here.
-    return await client.cancel_many(ids)
+    """Cancel what the ids name, and return what became of each, in their order."""
+    outcomes = await client.cancel_many(one for one in ids if not is_batch_id(one))
+    async with Batches(client.transport, client.settings) as batches:
+        outcomes |= {one: await _cancel_batch(batches, one) for one in ids if is_batch_id(one)}
+    return {one: outcomes[one] for one in ids}
+
+
+async def _cancel_batch(batches: Batches, batch_id: str) -> CancelOutcome:
+    try:
+        return "cancelled" if await batches.cancel(batch_id) else "ended"
+    except UnknownBatch:
+        return "unknown"

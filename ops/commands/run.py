@@ -1,11 +1,10 @@
 """`sluice run`: a file of requests in, a file of results out, in the same order; interrupted, it goes on."""
 
-import asyncio
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, BinaryIO
 
 import typer
 from rich.console import Console
@@ -27,13 +26,14 @@ from ops.progress import JsonProgress, RunProgress, make_progress
 from ops.serving import Serving
 from ops.stack import choose_stack
 from pipeline.batch.figures import BatchSummary
-from pipeline.batch.options import DEFAULT_WINDOW, MAX_TIMEOUT_S, MAX_WINDOW, BatchOptions
+from pipeline.batch.options import DEFAULT_WINDOW, MAX_ROLE_CHARS, MAX_TIMEOUT_S, MAX_WINDOW, BatchOptions
 from pipeline.batch.record import BatchRecord
-from pipeline.batch.submit import GivenUp, Prepared, give_up, prepare
-from pipeline.client.batches import Batches, batches_dir, errors_path, resolved, summary_of
+from pipeline.batch.submit import Prepared
+from pipeline.client.batches import Batches, batches_dir, errors_path, prepare_in_thread, resolved, summary_of
 from pipeline.connect import open_client
 from pipeline.errors import InvalidRequest
 from pipeline.keys import Keys
+from pipeline.params import is_unicode
 from pipeline.samples import SampleLog
 from pipeline.server_url import read_address
 from pipeline.settings import Settings
@@ -61,6 +61,21 @@ class RunOptions:
     as_json: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A batch as the command line asks for it."""
+
+    model: str | None
+    limits: dict[str, int | None]
+    """Settings of the stack."""
+    source: Path
+    target: Path
+    errors: Path | None
+    tmp_dir: Path | None
+    choices: dict[str, Any]
+    """Fields of BatchOptions."""
+
+
 def run(  # noqa: PLR0913 - one parameter for each option
     *,
     source: Annotated[
@@ -76,7 +91,10 @@ def run(  # noqa: PLR0913 - one parameter for each option
         int, typer.Option(min=1, max=MAX_WINDOW, help="Most requests in flight at a time.")
     ] = DEFAULT_WINDOW,
     timeout: Annotated[
-        int, typer.Option(min=0, max=MAX_TIMEOUT_S, help="Seconds after which unfinished lines are given up; 0: never.")
+        int,
+        typer.Option(
+            min=0, max=MAX_TIMEOUT_S, help="Seconds from now after which unfinished lines are given up; 0: never."
+        ),
     ] = 0,
     restart: Annotated[
         bool, typer.Option("--restart", help="Start over, even where an unfinished batch writes this output.")
@@ -108,58 +126,66 @@ def run(  # noqa: PLR0913 - one parameter for each option
     The output appears when everything is done. Interrupted in whatever way, the same command goes on where
     it was: no finished line is done again. `sluice cancel` ends a batch early and keeps what it has.
     """
-    overrides = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-    settings = command_settings(model, **{name: value for name, value in overrides.items() if value is not None})
-    target_path = resolved(target)
-    batch = BatchOptions(
-        source=source if source == STDIN else resolved(source),
-        target=target_path,
-        errors=errors_path(target_path) if errors is None else resolved(errors),
-        model=served_name(settings),
-        stack_model=settings.model,
-        speculate=speculate,
-        response_role=response_role,
-        window=window,
-        timeout_s=timeout,
+    if not 1 <= len(response_role) <= MAX_ROLE_CHARS or not is_unicode(response_role):
+        raise typer.BadParameter(f"must have 1 to {MAX_ROLE_CHARS} characters", param_hint="--response-role")
+    wanted = Wanted(
+        model,
+        {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs},
+        source,
+        target,
+        errors,
+        output_tmp_dir,
+        {"speculate": speculate, "response_role": response_role, "window": window, "timeout_s": timeout},
     )
-    directory = batches_dir(settings.home) if output_tmp_dir is None else resolved(output_tmp_dir)
     shown = RunOptions(restart, table, profile, log_memory, as_json)
-    execute(_run(settings, replicas(prefill=prefill, decode=decode), batch, directory, shown))
+    execute(_run(wanted, replicas(prefill=prefill, decode=decode), shown))
 
 
-async def _run(
-    settings: Settings, number_of: dict[str, int], batch: BatchOptions, directory: Path, shown: RunOptions
-) -> int:
-    _check_paths(batch)
-    given_up = await asyncio.to_thread(give_up, directory, batch.target) if shown.restart else None
-    stdin = sys.stdin.buffer if batch.source == STDIN else None
-    prepared = await asyncio.to_thread(prepare, batch, directory, stdin)
+async def _run(wanted: Wanted, number_of: dict[str, int], shown: RunOptions) -> int:
+    limits = {name: value for name, value in wanted.limits.items() if value is not None}
+    settings = command_settings(wanted.model, **limits)
+    directory = batches_dir(settings.home) if wanted.tmp_dir is None else resolved(wanted.tmp_dir)
+    batch, stdin = _batch(wanted, settings), _stdin() if wanted.source == STDIN else None
+    prepared = await prepare_in_thread(batch, directory, stdin, restart=shown.restart)
     with _progress(prepared, shown) as progress:
         stack = await choose_stack(settings, number_of, progress.note)
         stack.leave_work = True
         progress.note(stack.greeting)
         async with stack:
-            summary, record = await _follow(stack, prepared, given_up, progress)
+            summary, record = await _follow(stack, prepared, progress)
             memory = await _memory(stack.settings, record) if shown.log_memory else []
     _show(summary, record, memory, shown)
     return EXIT_FAILED if summary.num_failed or record.state != "completed" else 0
 
 
-async def _follow(
-    stack: Serving, prepared: Prepared, given_up: GivenUp | None, progress: RunProgress
-) -> tuple[BatchSummary, BatchRecord]:
+def _batch(wanted: Wanted, settings: Settings) -> BatchOptions:
+    if wanted.target.name == "-":
+        raise InvalidRequest("output", "a batch outlives its command, so its results need a file; - is none")
+    target = resolved(wanted.target)
+    return BatchOptions(
+        source=wanted.source if wanted.source == STDIN else resolved(wanted.source),
+        target=target,
+        errors=errors_path(target) if wanted.errors is None else resolved(wanted.errors),
+        model=served_name(settings),
+        stack_model=settings.model,
+        **wanted.choices,
+    )
+
+
+def _stdin() -> BinaryIO:
+    if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison] - it is where the caller closed it
+        raise InvalidRequest("input", "standard input is closed")
+    return sys.stdin.buffer
+
+
+async def _follow(stack: Serving, prepared: Prepared, progress: RunProgress) -> tuple[BatchSummary, BatchRecord]:
     """Submit the batch and show how far it is, until it is over."""
+    batch_id = prepared.manifest.batch_id
+    if not prepared.is_new:
+        progress.note(f"{batch_id} goes on: {prepared.num_finished} of {prepared.num_lines} lines are finished")
     async with Batches(stack.transport, stack.settings) as batches:
-        if given_up is not None:
-            await batches.give_up(given_up)
-        batch_id = await batches.submit(prepared)
-        record = await batches.read(batch_id)
-        _show_counts(progress, prepared, record)
-        progress.start()
-        if not prepared.is_new:
-            progress.note(f"{batch_id} goes on: {prepared.num_finished} of {prepared.num_lines} lines are finished")
         try:
-            record = await stack.watched(batches.wait(batch_id, lambda seen: _show_counts(progress, prepared, seen)))
+            record = await stack.watched(batches.follow(prepared, lambda seen: _show_counts(progress, prepared, seen)))
         except BaseException:
             progress.note(
                 f"{progress.num_done} of {prepared.num_lines} lines are finished; the same command goes on with the "
@@ -193,18 +219,6 @@ def _progress(prepared: Prepared, shown: RunOptions) -> RunProgress:
     return make_progress(prepared.num_lines, sys.stderr)
 
 
-def _check_paths(batch: BatchOptions) -> None:
-    if str(batch.target.name) == "-":
-        raise InvalidRequest("output", "a batch outlives its command, so its results need a file; - is none")
-    if batch.source == STDIN:
-        return
-    if not batch.source.is_file():
-        raise InvalidRequest("input", f"{batch.source} is not a file")
-    for name, path in (("output", batch.target), ("errors", batch.errors)):
-        if path.exists() and path.samefile(batch.source):
-            raise InvalidRequest(name, f"is the input, {batch.source}")
-
-
 def _show(summary: BatchSummary, record: BatchRecord, memory: list[str], shown: RunOptions) -> None:
     wall_s = max(record.ended_ms - record.started_ms, 0) / 1000
     if shown.as_json:
@@ -230,7 +244,7 @@ def _show(summary: BatchSummary, record: BatchRecord, memory: list[str], shown: 
 def _show_errors(summary: BatchSummary, record: BatchRecord) -> None:
     for problem in summary.errors[:10]:
         named = "" if problem.custom_id is None else f" ({problem.custom_id!r})"
-        print(f"line {problem.line}{named}: {problem.message}", file=sys.stderr)
+        print(f"line {problem.line}{named}: {report.printable(problem.message)}", file=sys.stderr)
     if summary.num_failed > 10:
         print(f"and {summary.num_failed - 10} more", file=sys.stderr)
     print(f"errors: {record.options.errors}")

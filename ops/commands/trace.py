@@ -11,6 +11,7 @@ import typer
 from ops.commands.common import execute
 from ops.finding import find_stack
 from ops.trace import TracedRequest, trace_of
+from pipeline.client.follow import AFTER_ALL
 from pipeline.connect import open_client, open_transport
 from pipeline.errors import InvalidRequest, SluiceError, UnknownRequest
 from pipeline.keys import MAX_FINISHED, Keys
@@ -28,7 +29,6 @@ Examples:
   sluice trace --last 16 -o - | gzip > trace.json.gz
 """
 
-AFTER_ALL_TOKENS = 2**62  # a place in a result stream with nothing behind it but the terminal entry
 AROUND_US = 1_000_000  # samples of an idle stack come once a second, and one should stand before the first request
 
 
@@ -73,7 +73,7 @@ async def _trace(request_id: str | None, last: int | None, target: Path) -> int:
 
 async def _one(transport: Transport, request_id: str) -> TracedRequest:
     try:
-        entries = await transport.read_results(request_id, AFTER_ALL_TOKENS, 0)
+        entries = await transport.read_results(request_id, AFTER_ALL, 0)
     except UnknownRequest:
         raise InvalidRequest(
             "request", f"{request_id} is not known: there was none with this id, or its results have expired"

@@ -5,19 +5,18 @@ and goes on at a line instead of at the start. Knows nothing about what lines me
 """
 
 import hashlib
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, cast
+from typing import BinaryIO, Self
 
 import numpy as np
 
 from pipeline.batch.errors import BatchFilesDamaged, InputChanged
-from pipeline.batch.lines import MAX_LINE_BYTES, BatchLine, BatchLineError, parse_line
+from pipeline.batch.lines import MAX_LINE_BYTES, BatchLine, BatchLineError, custom_id_of, parse_line, without_bom
 
 # little-endian, packed: 40 bytes
 ENTRY = np.dtype(
@@ -32,7 +31,6 @@ ENTRY = np.dtype(
     ]
 )
 _PAGE = 4096  # entries written at a time
-_BOM = b"\xef\xbb\xbf"  # some editors begin a file with one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +46,27 @@ def summarise(source: Path, tick: Callable[[], None] = lambda: None) -> InputSum
     """Read the input once and return its size and hash; `tick` is called now and then and may raise."""
     digest, num_lines = hashlib.sha256(), 0
     with source.open("rb") as file:
-        for number, (_, raw, is_blank) in enumerate(_lines(file, digest.update)):
-            num_lines += raw is None or not is_blank
-            if number % _PAGE == 0:
+        for line_number, (_, _, is_blank) in enumerate(_lines(file, digest.update), start=1):
+            num_lines += not is_blank
+            if line_number % _PAGE == 0:
                 tick()
     return InputSummary(num_lines, digest.hexdigest())
 
 
 def build_index(source: Path, index: Path, tick: Callable[[], None] = lambda: None) -> InputSummary:
-    """Write the index of the input, whole or not at all.
+    """Write the index of the input, whole or not at all; `tick` is called now and then and may raise.
 
     Raises:
         OSError: the input cannot be read or the index not be written.
     """
-    digest = hashlib.sha256()
     temporary = index.with_suffix(".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    num_lines = 0
-    with source.open("rb") as file, os.fdopen(descriptor, "wb") as out:
-        page = np.zeros(_PAGE, ENTRY)
-        filled, offset = 0, 0
-        for line_number, (size, raw, is_blank) in enumerate(_lines(file, digest.update), start=1):
-            if raw is None or not is_blank:
-                page[filled] = _entry(offset, size, line_number, raw)
-                filled, num_lines = filled + 1, num_lines + 1
-            offset += size
-            if filled == _PAGE:
-                out.write(page.tobytes())
-                filled = 0
-                tick()
-        out.write(page[:filled].tobytes())
-    _mark_duplicates(temporary, num_lines)
-    temporary.replace(index)
-    return InputSummary(num_lines, digest.hexdigest())
+    try:
+        summary = _write_index(source, temporary, tick)
+        _mark_duplicates(temporary, summary.num_lines)
+        temporary.replace(index)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return summary
 
 
 class InputLines:
@@ -121,7 +107,7 @@ class InputLines:
             raw = self._file.read(size)
             if len(raw) != size or zlib.crc32(raw) != int(entry["crc32"]):
                 raise InputChanged(self._source, f" (line {line_number})")
-            raw = raw.removeprefix(_BOM) if line_number == 1 else raw
+            raw = without_bom(line_number, raw)
         return parse_line(line_number, raw, model, int(entry["first"]) or None)
 
     def close(self) -> None:
@@ -137,34 +123,52 @@ class InputLines:
         self.close()
 
 
+def _write_index(source: Path, index: Path, tick: Callable[[], None]) -> InputSummary:
+    digest, num_lines = hashlib.sha256(), 0
+    descriptor = os.open(index, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with source.open("rb") as file, os.fdopen(descriptor, "wb") as out:
+        page = np.zeros(_PAGE, ENTRY)
+        filled, offset = 0, 0
+        for line_number, (size, raw, is_blank) in enumerate(_lines(file, digest.update), start=1):
+            if not is_blank:
+                page[filled] = _entry(offset, size, line_number, raw)
+                filled, num_lines = filled + 1, num_lines + 1
+            offset += size
+            if filled == _PAGE:
+                out.write(page.tobytes())
+                filled = 0
+                tick()
+        out.write(page[:filled].tobytes())
+        tick()
+    return InputSummary(num_lines, digest.hexdigest())
+
+
 def _lines(file: BinaryIO, saw: Callable[[bytes], None]) -> Iterator[tuple[int, bytes | None, bool]]:
     """Yield each line's size in bytes, its bytes (None for one that is too long), and whether it is blank."""
+    line_number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         saw(raw)
+        line_number += 1
         size, too_long = len(raw), len(raw) > MAX_LINE_BYTES
         while len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
             raw = file.readline(MAX_LINE_BYTES + 1)
             saw(raw)
             size += len(raw)
-        yield size, None if too_long else raw, not raw.strip()
+        yield size, None if too_long else raw, not too_long and not without_bom(line_number, raw).strip()
 
 
 def _entry(offset: int, size: int, line_number: int, raw: bytes | None) -> tuple[object, ...]:
     if raw is None:
         return offset, 0, line_number, 0, 0, 0, 0
-    return offset, size, line_number, zlib.crc32(raw), 0, *_custom_id_digest(raw)
+    return offset, size, line_number, zlib.crc32(raw), 0, *_custom_id_digest(without_bom(line_number, raw))
 
 
 def _custom_id_digest(raw: bytes) -> tuple[int, int]:
-    """Return a digest of the line's custom_id; zeros where it has none, which is an error of that line's own."""
-    try:
-        value = cast("object", json.loads(raw.removeprefix(_BOM)))
-    except (ValueError, RecursionError):
+    """Return a digest of the line's custom_id; zeros where it has none."""
+    custom_id = custom_id_of(raw)
+    if custom_id is None:
         return 0, 0
-    custom_id = cast("dict[str, object]", value).get("custom_id") if isinstance(value, dict) else None
-    if not isinstance(custom_id, str):
-        return 0, 0
-    digest = hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
+    digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 

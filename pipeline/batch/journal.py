@@ -77,6 +77,7 @@ class Journal:
         """
         records = read_records(directory, num_lines)
         self._size = int(records["offset"][-1] + records["size"][-1]) if len(records) else 0
+        self._num_records = len(records)
         self._exit = ExitStack()
         self._lines = self._exit.enter_context(_open(directory.finished_lines))
         self._index = self._exit.enter_context(_open(directory.finished_index))
@@ -100,9 +101,10 @@ class Journal:
         for record, line in zip(records, fresh.values(), strict=True):
             _fill(record, line, size)
             size += len(line.output)
-        _append(self._lines, b"".join(line.output for line in fresh.values()))
-        _append(self._index, records.tobytes())
+        _write(self._lines, b"".join(line.output for line in fresh.values()), self._size)
+        _write(self._index, records.tobytes(), self._num_records * RECORD.itemsize)
         self._size = size
+        self._num_records += len(records)
         self._reasons[records["index"]] = records["reason"]
 
     def close(self) -> None:
@@ -162,9 +164,9 @@ def _open(path: Path) -> io.FileIO:
     return io.FileIO(descriptor, "r+")  # without a buffer, which a full disk would leave for close() to write
 
 
-def _append(file: io.FileIO, data: bytes) -> None:
-    """Write all of it behind the end, and wait for the disk."""
-    file.seek(0, os.SEEK_END)
+def _write(file: io.FileIO, data: bytes, offset: int) -> None:
+    """Write all of it from an offset on, and wait for the disk."""
+    file.seek(offset)
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

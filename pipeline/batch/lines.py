@@ -22,7 +22,7 @@ MAX_CUSTOM_ID_CHARS = 512
 
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 _SHOWN_FIELD_CHARS = 100
-_BOM = b"\xef\xbb\xbf"  # some editors begin a file with one
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         if len(raw) > MAX_LINE_BYTES:
             yield line_number, None
         else:
-            yield line_number, raw.removeprefix(_BOM) if line_number == 1 else raw
+            yield line_number, without_bom(line_number, raw)
         while len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
             raw = file.readline(MAX_LINE_BYTES + 1)
 
@@ -146,6 +146,19 @@ def parse_line(
         params=body.params,
         speculate=body.speculate,
     )
+
+
+def custom_id_of(raw: bytes) -> str | None:
+    """Return a line's custom_id; None where it has none, which is an error of that line's own."""
+    try:
+        return _custom_id(_json_object(raw))
+    except InvalidRequest:
+        return None
+
+
+def without_bom(line_number: int, raw: bytes) -> bytes:
+    """Return a line's bytes without the mark that some editors begin a file with."""
+    return raw.removeprefix(_BOM) if line_number == 1 else raw
 
 
 def _line_error(line_number: int, custom_id: str | None, error: InvalidRequest) -> BatchLineError:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_WINDOW = 4096  # lines in flight: well under the bound of a queue, so that other batches get in as well
 DEFAULT_WINDOW = 128  # keeps a few decode processes of 16 busy, and what waits in front of them is short
 MAX_TIMEOUT_S = 30 * 24 * 3600
+MAX_ROLE_CHARS = 64
 
 
 class BatchOptions(BaseModel):
@@ -31,12 +32,12 @@ class BatchOptions(BaseModel):
     """What the stages call it: a name, or the path of a file."""
     speculate: bool = True
     """False turns drafts off for all lines."""
-    response_role: Annotated[str, Field(min_length=1, max_length=64)] = "assistant"
+    response_role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARS)] = "assistant"
     """The role of the answers to chats."""
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
     """Most lines in flight at a time."""
     timeout_s: Annotated[int, Field(ge=0, le=MAX_TIMEOUT_S)] = 0
-    """Seconds after which unfinished lines are given up; 0 is never."""
+    """Seconds from its (last) submission after which unfinished lines are given up; 0 is never."""
 
     def identity(self, input_sha256: str) -> dict[str, str]:
         """Return all that decides what the output holds: two runs that agree in it are one batch.

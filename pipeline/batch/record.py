@@ -48,6 +48,11 @@ STEPS: Mapping[BatchState, tuple[StepName, ...]] = {
 BATCH_ID_PREFIX = "batch_"
 
 
+def is_batch_id(text: str) -> bool:
+    """Return whether an id is that of a batch; those of its lines begin like it, and go on with a hyphen."""
+    return text.startswith(BATCH_ID_PREFIX) and "-" not in text
+
+
 def states_of(step: StepName) -> tuple[BatchState, ...]:
     """Return the states in which a step has work."""
     return tuple(state for state, steps in STEPS.items() if step in steps)

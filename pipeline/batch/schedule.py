@@ -13,7 +13,7 @@ from pipeline.batch.record import STEPS, BatchState, StepName
 from pipeline.batch.store import PATIENCE_S, BatchStore
 from pipeline.connect import connection_pool
 from pipeline.keys import Keys
-from pipeline.redis_calls import RedisCalls
+from pipeline.redis_calls import RedisCalls, command
 
 NUM_CONNECTIONS = 16
 JOB_EXPIRES_MS = 60_000  # the reconciler asks again for one that nobody began
@@ -32,6 +32,8 @@ class BatchScheduler:
         """Ask for one turn of a step; asking twice is as good as once."""
         job_id = f"{self._keys.namespace}:{batch_id}:{step}:{number}"
         await self._calls.call(lambda: self._redis.enqueue_job(step, batch_id, number, _job_id=job_id), "enqueue_job")
+        # Jobs of a process that was killed stay in the queue; what is lost with them is asked for again.
+        await command(self._calls, self._redis, "PEXPIRE", self._keys.arq(), JOB_EXPIRES_MS)
 
     async def drive(self, store: BatchStore, batch_id: str, state: BatchState) -> None:
         """Ask for the steps of a state that nobody works on."""
@@ -47,13 +49,15 @@ def arq_client(url: str, keys: Keys) -> ArqRedis:
     Raises:
         ServerUrlInvalid: the address cannot be read.
     """
-    return ArqRedis(
+    client = ArqRedis(
         connection_pool(url, NUM_CONNECTIONS),
         job_serializer=pack_job,
         job_deserializer=unpack_job,
         default_queue_name=keys.arq(),
         expires_extra_ms=JOB_EXPIRES_MS,
     )
+    client.auto_close_connection_pool = True  # nobody else has it
+    return client
 
 
 def pack_job(job: dict[str, Any]) -> bytes:

@@ -140,21 +140,27 @@ class BatchStore:
         return 1000 * int(time[0]) + int(time[1]) // 1000, found
 
     async def move(
-        self, batch_id: str, origins: Sequence[BatchState], to: BatchState, fields: Mapping[str, Arg] | None = None
+        self,
+        batch_id: str,
+        origins: Sequence[BatchState],
+        to: BatchState | None,
+        fields: Mapping[str, Arg] | None = None,
     ) -> BatchState:
         """Move a batch from one of these states to another, and return its state afterwards.
 
-        A field's value NOW is the server's time in ms; later(seconds) is so much later. A batch that was cancelled
-        before it could begin moves to cancelling instead of in_progress.
+        Where `to` is None it stays in the state that it is in, and only fields are set. A field's value NOW is the
+        server's time in ms; later(seconds) is so much later. A batch that was cancelled before it could begin moves to
+        cancelling instead of in_progress.
 
         Raises:
             UnknownBatch: it has no record.
         """
-        ttl_s = 0 if to in STEPS else BATCH_TTL_S
-        names = [name(line_request_id(batch_id, "")) for name in (self.keys.request, self.keys.results)]
+        ttl_s = 0 if to is None or to in STEPS else BATCH_TTL_S
+        lines = line_request_id(batch_id, "")
+        names = [self.keys.batch(""), self.keys.request(lines), self.keys.results(lines)]
         words = [word for pair in (fields or {}).items() for word in pair]
-        keys = [self.keys.batch(batch_id), self.keys.batch_done(batch_id)]
-        args: list[Arg] = [to, ttl_s, RESULT_TTL_S, *names, len(origins), *origins, *words]
+        keys = [self.keys.batch(batch_id), self.keys.batch_done(batch_id), self.keys.batches()]
+        args: list[Arg] = [to or "", ttl_s, RESULT_TTL_S, *names, len(origins), *origins, *words]
         reply: bytes = await self._calls.script("batch_move", keys, args)
         if not reply:
             raise UnknownBatch(batch_id)

@@ -4,28 +4,47 @@ Owns what happens between the command and the first step. The same input, option
 batch; anything else at an output path where a batch has not ended is an error. Knows nothing about steps.
 """
 
-import fcntl
+import asyncio
 import os
-import shutil
-import tempfile
-from collections.abc import Awaitable, Callable, Generator
+import select
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from pipeline import wire
-from pipeline.batch.directory import BatchDirectory, Manifest, new_batch_id
-from pipeline.batch.errors import BatchMismatch, UnknownBatch
+from pipeline.batch.directory import (
+    BatchDirectory,
+    Manifest,
+    alone,
+    clear_up,
+    new_batch_id,
+    spool,
+    temporary_output,
+)
+from pipeline.batch.errors import BatchFilesDamaged, BatchMismatch, UnknownBatch
 from pipeline.batch.input_index import summarise
 from pipeline.batch.journal import REASONS, read_records
 from pipeline.batch.options import BatchOptions, directory_name
 from pipeline.batch.record import STEPS
-from pipeline.batch.store import BatchStore, line_request_id
+from pipeline.batch.store import NOW, BatchStore, later, line_request_id
 from pipeline.errors import InvalidRequest, UnknownRequest
 from pipeline.messages import Terminal
+from pipeline.params import is_unicode
 
 COPY_BYTES = 1 << 20
+PIPE_POLL_S = 0.2  # how long a pipe that says nothing keeps a command from ending
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """An unfinished batch whose files are gone, and which of its lines were finished."""
+
+    batch_id: str
+    finished: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +56,18 @@ class Prepared:
     num_lines: int
     num_finished: int
     """Lines that were finished by an earlier run."""
-    num_failed: int
-    """Of those, the ones that failed."""
     is_new: bool
+    given_up: GivenUp | None = None
+    """The batch in whose place it is."""
 
 
 def prepare(
     options: BatchOptions,
     batches: Path,
     stdin: BinaryIO | None = None,
-    tick: Callable[[], None] = lambda: None,
+    tick: Tick = lambda: None,
+    *,
+    restart: bool = False,
 ) -> Prepared:
     """Read the input once, and find or make the batch's files; blocks, so call it in a thread.
 
@@ -54,80 +75,61 @@ def prepare(
         options: What is asked for.
         batches: The directory of all batches.
         stdin: Where the requests come from, if not from options.source: they are copied.
-        tick: Called now and then; may raise.
+        tick: Called now and then, also while standard input is silent; may raise.
+        restart: Give an unfinished batch of this output up, with all it has finished.
 
     Raises:
-        InvalidRequest: the input has no requests, or the output cannot be a file.
+        InvalidRequest: the input has no requests, or a path cannot be what it should be.
         BatchMismatch: another batch is at work on this output.
+        BatchFilesDamaged: there is a batch that cannot be read.
         OSError: a file cannot be read or written.
     """
-    _check_target("output", options.target)
-    _check_target("errors", options.errors)
+    _check_paths(options, is_copied=stdin is not None)
     batches.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory = BatchDirectory(batches / directory_name(options.target))
-    with _spooled(stdin, batches) as spool:
-        source = spool or options.source
+    with _copied(stdin, batches, tick) as copy:
+        source = copy or options.source
         summary = summarise(source, tick)
         if not summary.num_lines:
-            raise InvalidRequest("input", f"{'standard input' if spool else source} has no requests")
-        with _alone(batches):
+            raise InvalidRequest("input", f"{'standard input' if copy else source} has no requests")
+        if copy is not None:
+            options = options.model_copy(update={"source": directory.input_copy})
+        with alone(batches):
+            clear_up(batches)
+            given_up = _give_up(directory) if restart else None
             found = directory.manifest()
             if found is not None and found.identity != options.identity(summary.sha256):
                 raise BatchMismatch(found.batch_id, options.target, options.identity(summary.sha256), found.identity)
-            if spool is not None:
-                options = options.model_copy(update={"source": directory.input_copy})
-            manifest = Manifest(
-                batch_id=new_batch_id() if found is None else found.batch_id,
-                options=options,
-                input_sha256=summary.sha256,
-            )
+            batch_id = new_batch_id() if found is None else found.batch_id
+            manifest = Manifest(batch_id=batch_id, options=options, input_sha256=summary.sha256)
             if found is None:
                 directory.create(manifest)
             else:
                 directory.replace_manifest(manifest)  # the input may have moved
-            if spool is not None:
-                spool.replace(directory.input_copy)
-    records = read_records(directory, summary.num_lines)
-    num_failed = int((records["reason"] == REASONS.index("error")).sum())
-    return Prepared(manifest, directory, summary.num_lines, len(records), num_failed, is_new=found is None)
+            if copy is not None:
+                copy.replace(directory.input_copy)
+    num_finished = len(read_records(directory, summary.num_lines))
+    return Prepared(manifest, directory, summary.num_lines, num_finished, found is None, given_up)
 
 
 async def submit(store: BatchStore, prepared: Prepared) -> str:
-    """Give the batch a record, or let the one it has go on, and return its id."""
+    """Give the batch a record, or let the one it has go on, and return its id.
+
+    Repeated after the server lost its data, it makes the record again from the files.
+    """
     manifest, batch_id = prepared.manifest, prepared.manifest.batch_id
-    recovered = None
-    if prepared.num_finished:
-        succeeded = prepared.num_finished - prepared.num_failed
-        recovered = {"succeeded": succeeded, "failed": prepared.num_failed}
-    if await store.create(manifest, str(prepared.directory.path), recovered):
-        return batch_id
+    counts = await asyncio.to_thread(_counts, prepared)
+    await store.create(manifest, str(prepared.directory.path), counts)
     record = await store.read(batch_id)
-    options = {"options": manifest.options.model_dump_json()}
+    timeout_s = manifest.options.timeout_s
+    fields = {"options": manifest.options.model_dump_json(), "deadline_ms": later(timeout_s) if timeout_s else 0}
     if record.state == "failed":  # what made it fail may have been mended; lines in flight are found again
-        counts = {"cursor": 0, "admitted": 0, "collected": 0, "succeeded": 0, "failed": 0, "recovered": 1}
-        await store.move(batch_id, ["failed"], "validating", {**options, "error": "", **counts, **(recovered or {})})
-    elif not record.is_over:
-        await store.move(batch_id, [record.state], record.state, options)
+        anew = {"cursor": 0, "admitted": 0, "collected": 0, "succeeded": 0, "failed": 0, "recovered": 1}
+        forgotten = {"error": "", "ending": "", "cancel_requested": 0, "ended_ms": 0}
+        await store.move(batch_id, ["failed"], "validating", fields | forgotten | anew | (counts or {}))
+    else:
+        await store.move(batch_id, tuple(STEPS), None, fields)
     return batch_id
-
-
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    """An unfinished batch whose files are gone, and which of its lines were finished."""
-
-    batch_id: str
-    finished: frozenset[int]
-
-
-def give_up(batches: Path, target: Path) -> GivenUp | None:
-    """Remove the files of the unfinished batch of an output path, if there is one, with all it has finished."""
-    directory = BatchDirectory(batches / directory_name(target))
-    manifest = directory.manifest()
-    if manifest is None:
-        return None
-    finished = frozenset(read_records(directory)["index"].tolist())
-    directory.remove()
-    return GivenUp(manifest.batch_id, finished)
 
 
 async def end_given_up(store: BatchStore, cancel: Callable[[str, bytes], Awaitable[bool]], given_up: GivenUp) -> None:
@@ -136,10 +138,10 @@ async def end_given_up(store: BatchStore, cancel: Callable[[str, bytes], Awaitab
     Args:
         store: Where its record is.
         cancel: Ends a request with a terminal entry, as a transport does.
-        given_up: What give_up returned.
+        given_up: What prepare found.
     """
     try:
-        await store.move(given_up.batch_id, tuple(STEPS), "cancelled", {"ended_ms": "now"})
+        await store.move(given_up.batch_id, tuple(STEPS), "cancelled", {"ended_ms": NOW})
         record = await store.read(given_up.batch_id)
     except UnknownBatch:  # it never had a record, or the server lost it
         return
@@ -148,6 +150,19 @@ async def end_given_up(store: BatchStore, cancel: Callable[[str, bytes], Awaitab
         if index not in given_up.finished:
             with suppress(UnknownRequest):
                 await cancel(line_request_id(record.id, index), terminal)
+
+
+def _check_paths(options: BatchOptions, *, is_copied: bool) -> None:
+    named = {"input": options.source, "output": options.target, "errors": options.errors}
+    for field, path in named.items():
+        if not is_unicode(str(path)):
+            raise InvalidRequest(field, "has a name that is not UTF-8")
+    if not is_copied and not options.source.is_file():
+        raise InvalidRequest("input", f"{options.source} is not a file")
+    for field, path in (("output", options.target), ("errors", options.errors)):
+        _check_target(field, path)
+        if not is_copied and path.exists() and path.samefile(options.source):
+            raise InvalidRequest(field, f"is the input, {path}")
 
 
 def _check_target(field: str, target: Path) -> None:
@@ -160,28 +175,52 @@ def _check_target(field: str, target: Path) -> None:
         raise InvalidRequest(field, f"{target.parent} cannot be written to")
 
 
+def _give_up(directory: BatchDirectory) -> GivenUp | None:
+    """Remove the files of a batch, whatever state they are in; None where they do not say whose they are."""
+    given_up = None
+    with suppress(BatchFilesDamaged):
+        manifest = directory.manifest()
+        if manifest is not None:
+            for path in temporary_output(manifest.options.target, manifest.options.errors, manifest.batch_id):
+                path.unlink(missing_ok=True)
+            given_up = GivenUp(manifest.batch_id, frozenset())
+            given_up = GivenUp(manifest.batch_id, frozenset(read_records(directory)["index"].tolist()))
+    directory.remove()
+    return given_up
+
+
+def _counts(prepared: Prepared) -> dict[str, int] | None:
+    """Return what the record has to say about lines that are finished; None where there are none."""
+    records = read_records(prepared.directory, prepared.num_lines)
+    failed = int((records["reason"] == REASONS.index("error")).sum())
+    return {"succeeded": len(records) - failed, "failed": failed} if len(records) else None
+
+
 @contextmanager
-def _spooled(stdin: BinaryIO | None, batches: Path) -> Generator[Path | None]:
+def _copied(stdin: BinaryIO | None, batches: Path, tick: Tick) -> Generator[Path | None]:
     """Copy a pipe to a file that is gone afterwards, unless it was moved away."""
     if stdin is None:
         yield None
         return
-    descriptor, name = tempfile.mkstemp(prefix=".input-", dir=batches)
-    path = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            shutil.copyfileobj(stdin, file, COPY_BYTES)
+    with spool(batches) as (path, file):
+        for piece in _pieces(stdin, tick):
+            file.write(piece)
+        file.flush()
         yield path
-    finally:
-        path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _alone(batches: Path) -> Generator[None]:
-    """Let no other command look for or make a batch meanwhile, which takes milliseconds."""
-    descriptor = os.open(batches / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _pieces(stdin: BinaryIO, tick: Tick) -> Iterator[bytes]:
+    """Yield what comes out of a pipe."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        descriptor = stdin.fileno()
+    except OSError:  # not a real one
+        yield from iter(lambda: stdin.read(COPY_BYTES), b"")
+        return
+    while True:
+        tick()
+        if not select.select([descriptor], [], [], PIPE_POLL_S)[0]:
+            continue
+        piece = os.read(descriptor, COPY_BYTES)
+        if not piece:
+            return
+        yield piece

@@ -4,16 +4,17 @@ Owns the wait for a batch. What a batch is and where it is kept is pipeline/batc
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
-from pipeline.batch.errors import BatchFailed
+from pipeline.batch.errors import BatchFailed, UnknownBatch
 from pipeline.batch.figures import BatchSummary
 from pipeline.batch.options import BatchOptions
 from pipeline.batch.record import BatchRecord
 from pipeline.batch.store import BatchStore
-from pipeline.batch.submit import GivenUp, Prepared, end_given_up, prepare, submit
+from pipeline.batch.submit import Prepared, end_given_up, prepare, submit
 from pipeline.client.patience import PATIENCE_S, STALL_TIMEOUT_S, Patience
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.connect import open_client
@@ -51,6 +52,7 @@ class Batches:
         *,
         model: str,
         errors: Path | None = None,
+        restart: bool = False,
         on_change: Callable[[BatchRecord], None] = lambda _: None,
     ) -> BatchSummary:
         """Run a file of requests to its end; called again after an interruption, it goes on where it was.
@@ -60,6 +62,7 @@ class Batches:
             target: where the results go, in the order of the input.
             model: what the stack was started with.
             errors: where lines that failed go; beside the target by default.
+            restart: start over, even where an unfinished batch writes this target.
             on_change: gets the record now and then.
 
         Raises:
@@ -68,16 +71,30 @@ class Batches:
             BatchFailed: it cannot be done; says why.
         """
         options = batch_options(source, target, model=model, errors=errors)
-        prepared = await asyncio.to_thread(prepare, options, batches_dir(self._home))
-        return summary_of(await self.wait(await self.submit(prepared), on_change))
+        prepared = await prepare_in_thread(options, batches_dir(self._home), restart=restart)
+        return summary_of(await self.follow(prepared, on_change))
 
     async def submit(self, prepared: Prepared) -> str:
-        """Let a prepared batch begin, or go on, and return its id."""
+        """Let a prepared batch begin, or go on, and return its id; the one in whose place it is ends."""
+        given_up = prepared.given_up
+        if given_up is not None:
+            await self._patience.call(lambda: end_given_up(self.store, self._transport.cancel, given_up))
         return await self._patience.call(lambda: submit(self.store, prepared))
 
-    async def give_up(self, given_up: GivenUp) -> None:
-        """End what is in flight of a batch whose files were given up."""
-        await end_given_up(self.store, self._transport.cancel, given_up)
+    async def follow(
+        self, prepared: Prepared, on_change: Callable[[BatchRecord], None] = lambda _: None
+    ) -> BatchRecord:
+        """Submit a batch and return its record when it is over, also where the server loses its data meanwhile.
+
+        Raises:
+            Stalled: nothing moved for so long that something must be wrong.
+        """
+        while True:
+            batch_id = await self.submit(prepared)
+            try:
+                return await self.wait(batch_id, on_change)
+            except UnknownBatch:
+                continue  # its files know what it was and what is finished
 
     async def read(self, batch_id: str) -> BatchRecord:
         """Return a batch's record.
@@ -129,6 +146,22 @@ class Batches:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def prepare_in_thread(
+    options: BatchOptions, batches: Path, stdin: BinaryIO | None = None, *, restart: bool = False
+) -> Prepared:
+    """Do what prepare does, beside the event loop; cancelled, it stops reading."""
+    stopped = threading.Event()
+
+    def tick() -> None:
+        if stopped.is_set():
+            raise InterruptedError("nobody waits for it any more")
+
+    try:
+        return await asyncio.to_thread(prepare, options, batches, stdin, tick, restart=restart)
+    finally:
+        stopped.set()
 
 
 def batch_options(source: Path, target: Path, *, model: str, errors: Path | None = None) -> BatchOptions:

@@ -16,4 +16,5 @@ for i = 1, tonumber(ARGV[2]) do
 end
 redis.call('HSET', batch, 'id', ARGV[1], 'state', 'validating', 'created_ms', now_ms)
 redis.call('ZADD', index, now_ms, ARGV[1])
+redis.call('PERSIST', index)
 return 1

@@ -4,8 +4,6 @@ Nothing is fed any more when this runs: the state says so. Lines that had finish
 takes them along with those that are ended here.
 """
 
-import asyncio
-
 from pipeline import wire
 from pipeline.batch.journal import lines_in_flight
 from pipeline.batch.store import line_request_id
@@ -15,9 +13,14 @@ from stages.jobs.turn import Turn
 
 
 async def cancel(turn: Turn) -> None:
-    """Cancel every line that was fed and is not finished."""
+    """Cancel every line that was fed and is not finished.
+
+    Raises:
+        BatchFilesGone: the batch was given up.
+    """
+    turn.directory.check(turn.record.id)
     terminal = wire.pack(Terminal(finish_reason="cancelled"))
-    for index in await asyncio.to_thread(lines_in_flight, turn.directory, turn.record):
+    for index in await turn.in_thread(lines_in_flight, turn.directory, turn.record):
         if turn.is_over:
             return
         try:

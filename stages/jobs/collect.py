@@ -5,7 +5,6 @@ crash harmless: bytes, record, acknowledgement. Whoever comes after it finds lin
 acknowledged, and only acknowledges them.
 """
 
-import asyncio
 from collections.abc import Sequence
 
 from pipeline import wire
@@ -32,11 +31,12 @@ async def collect(turn: Turn) -> None:
 
     Raises:
         OSError: the disk does not take the lines.
+        BatchFilesGone: the batch was given up.
     """
     store, record = turn.jobs.store, turn.record
     source, index = record.options.source, turn.directory.input_index
     with (
-        turn.directory.locked(),
+        turn.directory.locked(record.id),
         Journal(turn.directory, record.total) as journal,
         InputLines(source, index) as lines,
     ):
@@ -45,9 +45,10 @@ async def collect(turn: Turn) -> None:
             done = await store.wait_done(record.id, EPOCH, PAGE, BLOCK_S)
             fresh = [line for line in done if journal.reason(line.index) is None]
             streams = await store.results(record.id, fresh) if fresh else []
-            dropping = state != "in_progress"
-            finished = await asyncio.to_thread(_finish, turn, lines, fresh, streams, dropping=dropping)
-            await asyncio.to_thread(journal.append, finished)
+            # Asked for after the results: a line that the batch's end cut off was so after the state said it.
+            dropping = bool(fresh) and await store.acknowledge(record.id, []) != "in_progress"
+            finished = await turn.in_thread(_finish, turn, lines, fresh, streams, dropping=dropping)
+            await turn.in_thread(journal.append, finished)
             tokens = {line.index: (line.prompt_tokens, line.output_tokens) for line in finished}
             state = await store.acknowledge(record.id, [_collected(line, journal, tokens) for line in done])
 

@@ -29,19 +29,21 @@ async def feed(turn: Turn) -> None:
 
     Raises:
         InputChanged: a line is not what it was when the input was validated.
+        BatchFilesGone: the batch was given up.
     """
     record = turn.record
+    turn.directory.check(record.id)
     lines = InputLines(record.options.source, turn.directory.input_index)
     with lines:
-        finished = await asyncio.to_thread(_finished, turn)
+        finished = await turn.in_thread(_finished, turn)
         cursor = record.cursor
         while cursor < len(lines) and not turn.is_over:
-            room = record.options.window - await turn.jobs.store.num_in_flight(record.id)
+            room = await turn.jobs.store.room(record.id, record.options.window)
             if room <= 0:
                 await asyncio.sleep(ROOM_POLL_S)
                 continue
             page = range(cursor, min(cursor + min(room, PAGE), len(lines)))
-            payloads = await asyncio.to_thread(_read, turn, lines, page, finished)
+            payloads = await turn.in_thread(_read, turn, lines, page, finished)
             fed = await _feed_page(turn, cursor, payloads)
             cursor += fed
             if fed < len(page):

@@ -2,21 +2,24 @@
 
 Lines that the end of a batch cut off become errors. The step may be killed anywhere and begins again: it writes the
 same bytes, and each file appears whole. What tells it how far an earlier try came: the record has a summary when the
-output may be in place, and the batch's files are gone when it is.
+output may be in place, and the batch's files are gone when it is. The counts of the record become those of the journal,
+which nothing can make wrong.
 """
 
-import asyncio
 from collections.abc import Iterator
 from typing import cast
 
+from pipeline.batch.directory import BatchDirectory, alone
+from pipeline.batch.errors import BatchFilesDamaged, BatchFilesGone
 from pipeline.batch.figures import BatchSummary, Highlights, summarise_records
 from pipeline.batch.input_index import InputLines
 from pipeline.batch.journal import finished_in_order, read_records
 from pipeline.batch.lines import BatchLineError
 from pipeline.batch.record import BatchState
 from pipeline.batch.results import encode_line, refused_line, result_line
-from pipeline.batch.store import line_request_id
+from pipeline.batch.store import NOW, line_request_id
 from pipeline.messages import Failure
+from pipeline.redis_calls import Arg
 from stages.jobs.output import OutputFiles
 from stages.jobs.turn import Turn
 
@@ -36,24 +39,47 @@ async def finalise(turn: Turn) -> None:
 
     Raises:
         OSError: a file cannot be written.
+        BatchFilesDamaged: finished lines are missing.
+        BatchFilesGone: the batch was given up.
     """
     record, store = turn.record, turn.jobs.store
-    with turn.directory.locked():
-        if turn.directory.manifest() is not None:
+    try:
+        with turn.directory.locked(record.id):
             output = OutputFiles(record.options.target, record.options.errors, record.id)
-            summary = await asyncio.to_thread(_write, turn, output)
-            fields = {"summary": summary.model_dump_json(), "ended_ms": "now"}
+            fields = _fields(await turn.in_thread(_write, turn, output))
             if await store.move(record.id, ["finalizing"], "finalizing", fields) != "finalizing":
                 return
-            await asyncio.to_thread(output.put_in_place)
-            await asyncio.to_thread(turn.directory.remove)
+            await turn.in_thread(output.put_in_place)
+            await turn.in_thread(_remove, turn.directory)
+    except BatchFilesGone:
+        if not record.summary:
+            raise
     await store.move(record.id, ["finalizing"], cast("BatchState", record.ending or "completed"))
+
+
+def _fields(summary: BatchSummary) -> dict[str, Arg]:
+    return {
+        "summary": summary.model_dump_json(),
+        "ended_ms": NOW,
+        "succeeded": summary.num_succeeded,
+        "failed": summary.num_failed,
+        "prompt_tokens": summary.prompt_tokens,
+        "output_tokens": summary.output_tokens,
+    }
+
+
+def _remove(directory: BatchDirectory) -> None:
+    with alone(directory.path.parent):
+        directory.remove()
 
 
 def _write(turn: Turn, output: OutputFiles) -> BatchSummary:
     """Write all lines to the temporary files, and return the figures."""
     record = turn.record
     records = read_records(turn.directory, record.total)
+    if record.ending not in CUT_OFF and len(records) < record.total:
+        problem = f"has {len(records)} of {record.total} lines, and all were finished"
+        raise BatchFilesDamaged(turn.directory.finished_index, problem)
     highlights = Highlights(records)
     with InputLines(record.options.source, turn.directory.input_index) as lines, output:
         for index, reason, line in _all_lines(turn, lines):
@@ -82,5 +108,4 @@ def _cut_off(turn: Turn, lines: InputLines, index: int) -> bytes:
     line = lines.read(index, record.options.model)
     if isinstance(line, BatchLineError):
         return encode_line(refused_line(line))
-    failure = CUT_OFF.get(record.ending, CUT_OFF["cancelled"])
-    return encode_line(result_line(line, line_request_id(record.id, index), 0, failure))
+    return encode_line(result_line(line, line_request_id(record.id, index), 0, CUT_OFF[record.ending]))

@@ -1,7 +1,7 @@
 """The two files a batch ends in: results, and lines that failed; or both in one.
 
 Owns the temporary files beside their places. They have the same name in every try, so that a killed one leaves
-nothing behind. Knows nothing about what lines hold.
+nothing behind, and are deleted where one fails: they might be what fills the disk. Knows nothing about what lines hold.
 """
 
 import os
@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
+
+from pipeline.batch.directory import temporary_output
 
 
 class OutputFiles:
@@ -18,7 +20,7 @@ class OutputFiles:
         """Plan the files; the same path for both keeps all lines together, in their order."""
         self._target = target
         self._errors = errors
-        self._batch_id = batch_id
+        self._new_target, self._new_errors = temporary_output(target, errors, batch_id)
         self._num_errors = 0
         self._exit = ExitStack()
         self._results_file: BinaryIO | None = None
@@ -26,23 +28,28 @@ class OutputFiles:
 
     def __enter__(self) -> Self:
         self._num_errors = 0
-        self._results_file = self._exit.enter_context(self._temporary(self._target).open("wb"))
-        self._errors_file = self._results_file
-        if self._errors != self._target:
-            self._errors_file = self._exit.enter_context(self._temporary(self._errors).open("wb"))
+        with ExitStack() as opening:
+            opening.callback(self._delete)
+            self._results_file = self._exit.enter_context(self._new_target.open("wb"))
+            self._errors_file = self._results_file
+            if self._errors != self._target:
+                self._errors_file = self._exit.enter_context(self._new_errors.open("wb"))
+            opening.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with ExitStack() as failing:
+            failing.callback(self._delete)
+            with self._exit:
+                if kind is None:
+                    for file in (self._results_file, self._errors_file):
+                        assert file is not None
+                        file.flush()
+                        os.fsync(file.fileno())
             if kind is None:
-                for file in (self._results_file, self._errors_file):
-                    assert file is not None
-                    file.flush()
-                    os.fsync(file.fileno())
-        finally:
-            self._exit.close()
+                failing.pop_all()
 
     def write(self, line: bytes, *, failed: bool) -> None:
         """Append one line to the file it belongs to."""
@@ -52,19 +59,28 @@ class OutputFiles:
         self._num_errors += failed
 
     def put_in_place(self) -> None:
-        """Rename the files; a try that was killed between them is repeated. Without errors there is no file of them."""
-        self._temporary(self._target).replace(self._target)
-        if self._errors != self._target:
-            if self._num_errors:
-                self._temporary(self._errors).replace(self._errors)
-            else:
-                self._temporary(self._errors).unlink()
-                self._errors.unlink(missing_ok=True)  # of an earlier batch
-        for directory in {self._target.parent, self._errors.parent}:
-            _sync_directory(directory)
+        """Rename the files, results last: where they are, everything is. A try that was killed between is repeated.
 
-    def _temporary(self, path: Path) -> Path:
-        return path.with_name(f".{path.name}.{self._batch_id}")
+        Without errors there is no file of them.
+
+        Raises:
+            OSError: a directory or something else stands in the way.
+        """
+        try:
+            if self._errors != self._target:
+                if self._num_errors:
+                    self._new_errors.replace(self._errors)
+                else:
+                    self._errors.unlink(missing_ok=True)  # of an earlier batch
+            self._new_target.replace(self._target)
+            for directory in {self._target.parent, self._errors.parent}:
+                _sync_directory(directory)
+        finally:
+            self._delete()
+
+    def _delete(self) -> None:
+        for path in (self._new_target, self._new_errors):
+            path.unlink(missing_ok=True)
 
 
 def _sync_directory(path: Path) -> None:

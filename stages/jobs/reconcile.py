@@ -32,9 +32,7 @@ async def reconcile(jobs: Jobs) -> None:
     now_ms, batches = await jobs.store.survey()
     for batch in batches:
         state = batch.state
-        if state == "in_progress" and batch.cancel_requested:
-            state = await jobs.store.move(batch.id, ["in_progress"], "cancelling")
-        elif state == "in_progress" and batch.deadline_ms and now_ms > batch.deadline_ms:
+        if state == "in_progress" and batch.deadline_ms and now_ms > batch.deadline_ms:
             state = await jobs.store.move(batch.id, ["in_progress"], "expiring")
             log.info("batch_expiring", batch_id=batch.id)
         await jobs.scheduler.drive(jobs.store, batch.id, state)

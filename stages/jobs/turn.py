@@ -1,13 +1,16 @@
 """One turn of a batch's step: take the lease, work a slice of time, give the lease up, ask for the next turn.
 
 Owns what all steps have in common, so that a step is only its work. Killed anywhere, a turn leaves a lease that
-runs out, and the reconciler gives its step another number (reconcile.py). Knows nothing about what steps do.
+runs out, and the reconciler gives its step another number (reconcile.py). A step that fails says why in the batch's
+state, also where it is our mistake: it would fail again and again, and somebody waits. Knows nothing about what steps
+do.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import structlog
 
@@ -15,7 +18,7 @@ from pipeline.batch.directory import BatchDirectory
 from pipeline.batch.errors import BatchError, BatchLocked, UnknownBatch
 from pipeline.batch.record import STEPS, BatchRecord, StepName
 from pipeline.batch.schedule import BatchScheduler
-from pipeline.batch.store import STEP_LEASE_S, BatchStore, StepTurn, new_nonce
+from pipeline.batch.store import NOW, STEP_GRACE_S, STEP_LEASE_S, BatchStore, StepTurn, new_nonce
 from pipeline.clock import monotonic_s
 from pipeline.errors import ServerError
 from pipeline.transport import Transport
@@ -24,6 +27,8 @@ from stages.jobs.token_names import TokenNames
 SLICE_S = 10.0  # a turn is over after this: arq's jobs are short, and whoever waits behind one gets on
 RENEWALS_PER_LEASE = 4
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log = structlog.get_logger("jobs")
 
 
@@ -59,6 +64,16 @@ class Turn:
         if self.lost or self.jobs.stopping.is_set():
             raise TurnLost
 
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what the work returns. Cancelled, it ends when the work does, whose files must stay open so long."""
+        running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self.lost = True
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+
 
 class TurnLost(Exception):  # noqa: N818 - reads as the fact it states
     """The turn ended before its work did; the next one begins it again."""
@@ -89,15 +104,25 @@ async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
     renewing = asyncio.create_task(_renew(jobs.store, turn, mine))
     try:
         await step(mine)
+    except (ServerError, UnknownBatch):
+        raise
     except (TurnLost, BatchLocked):
         pass
     except (BatchError, OSError) as error:
-        log.warning("batch_failed", batch_id=turn.batch_id, step=turn.step, reason=str(error))
-        await jobs.store.move(turn.batch_id, tuple(STEPS), "failed", {"error": str(error), "ended_ms": "now"})
+        await _fail(jobs.store, turn, str(error))
+    except Exception as error:  # the harness of all steps: whoever waits for the batch must hear of it
+        log.exception("step_broke", batch_id=turn.batch_id, step=turn.step)
+        await _fail(jobs.store, turn, f"{turn.step} broke with {type(error).__name__}; see the log of jobs")
     finally:
         renewing.cancel()
         await asyncio.gather(renewing, return_exceptions=True)
-    await jobs.store.end(turn)
+    # One whose time was up goes on at once; one that had nothing more to do looks again in a while.
+    await jobs.store.end(turn, 0.0 if mine.is_over else STEP_GRACE_S)
+
+
+async def _fail(store: BatchStore, turn: StepTurn, reason: str) -> None:
+    log.warning("batch_failed", batch_id=turn.batch_id, step=turn.step, reason=reason)
+    await store.move(turn.batch_id, tuple(STEPS), "failed", {"error": reason, "ended_ms": NOW})
 
 
 async def _renew(store: BatchStore, turn: StepTurn, mine: Turn) -> None:

@@ -110,6 +110,6 @@ async def _end(worker: Worker, *tasks: "asyncio.Task[Any]") -> None:
 
 async def _close(worker: Worker) -> None:
     try:
-        await worker.pool.aclose(close_connection_pool=True)
+        await worker.pool.aclose()
     except (RedisError, OSError) as error:
         log.info("left_without_goodbye", problem=str(error))

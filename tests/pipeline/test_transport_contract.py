@@ -46,6 +46,7 @@ async def test_an_admitted_request_reaches_the_tokenizer(bench: Bench) -> None:
     await admitted(transport)
     delivery = await take_one(transport, "tokenizer")
     assert (delivery.stage, delivery.payload, delivery.tries) == ("tokenizer", b"work", 1)
+    assert delivery.consumer == transport.consumer
     assert await bench.state_of("r") == "queued"
 
 

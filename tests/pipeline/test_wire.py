@@ -27,7 +27,7 @@ from pipeline.messages import (
     Usage,
 )
 from pipeline.params import SamplingParams
-from pipeline.wire import MAX_BYTES, pack, read_identity, unpack
+from pipeline.wire import MAX_BYTES, pack, read_identity, read_stamps, unpack
 
 PARAMS = SamplingParams(temperature=0.7, logit_bias={7: -1.5, 3: 2.0}, stop=("###", "ß"), seed=2**63 - 1)
 REF = BlobRef(pool_id="pool-1", name="kv_0123456789", size_bytes=100, crc32=2**32 - 1)
@@ -200,3 +200,11 @@ def test_the_identity_is_read_from_any_work_item() -> None:
 def test_no_identity_is_read_where_none_is(fields: object) -> None:
     assert read_identity(enveloped(fields)) is None
     assert read_identity(b"junk") is None
+
+
+def test_stamps_are_read_whatever_else_is_wrong() -> None:
+    assert read_stamps(pack(MESSAGES[0])) == STAMPS
+    assert read_stamps(enveloped({"kind": "new", "stamps": [STAMPS[0].model_dump()]})) == STAMPS
+    assert read_stamps(enveloped({"kind": "new", "stamps": [{"at_us": 1}]})) == ()
+    assert read_stamps(enveloped({"kind": "new"})) == ()
+    assert read_stamps(b"junk") == ()

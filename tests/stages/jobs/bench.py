@@ -90,7 +90,7 @@ class JobsBench:
             )
         finally:
             await transport.close()
-            await scheduling.aclose(close_connection_pool=True)
+            await scheduling.aclose()
             await client.aclose()
 
     @asynccontextmanager

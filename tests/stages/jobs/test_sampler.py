@@ -106,8 +106,8 @@ async def test_the_second_sampler_waits_for_the_first_to_end(
         return condition
 
     async with running(sample_forever(log, pool, "second", busy_s=AT_ONCE, idle_s=AT_ONCE)):
+        await holds(is_sampler(b"second"))
         async with running(sample_forever(log, pool, "first", busy_s=AT_ONCE, idle_s=AT_ONCE)):
-            await holds(is_sampler(b"second"))
             await raw_redis.set(lock, "first", px=60_000)
             num_taken = len(await log.read(*ALWAYS))
             await holds(has_samples(log, num_taken + 3))
