@@ -38,6 +38,12 @@ class RunProgress(ABC):
             self.start()
         self.refresh()
 
+    def add(self, *, num_tokens: int = 0, num_done: int = 0) -> None:
+        """Count what has just come."""
+        self.num_tokens += num_tokens
+        self.num_done += num_done
+        self.refresh()
+
     @property
     def rate(self) -> float:
         """Tokens per second since the start; a batch that a server lost counts its tokens anew."""

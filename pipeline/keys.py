@@ -16,8 +16,8 @@ Owns key names, stage names and limits. Knows nothing about values: a key is bui
     {ns}:batches       zset  ids of batches by time of creation      each leaves when its record expires
     {ns}:batch:{id}    hash  record of a batch                       TTL from its end on
     {ns}:batch:{id}:done   stream  its lines that ended and wait to be collected   deleted at its end
-    {ns}:arq           zset  arq's queue of job steps. What arq keeps for a job is named arq:<what>:<job id>, with a TTL,
-                       and cannot be moved into a namespace; our job ids begin with {ns} instead
+    {ns}:arq           zset  arq's queue of job steps                 TTL
+    arq:<what>:{ns}:{job}    what arq keeps for a job: its prefix cannot be moved into a namespace     TTL
     {ns}:proc:{stage}:{consumer}   a running process                 TTL, renewed by its owner
     {ns}:procs         set  the names of those processes             TTL, renewed likewise
 

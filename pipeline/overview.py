@@ -12,6 +12,8 @@ from typing import Final, cast
 from redis.asyncio import Redis
 
 from kv_store.pool import FilePool
+from pipeline.batch.record import BatchRecord
+from pipeline.batch.store import BatchStore
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.finished_log import EndedRequest, FinishedLog
 from pipeline.keys import STAGES, Keys
@@ -19,6 +21,7 @@ from pipeline.queue_state import QueueState, read_queues
 from pipeline.redis_calls import RedisCalls, command, commands
 from pipeline.samples import Sample, SampleLog
 
+NUM_ENDED_BATCHES: Final = 3
 FRESH_S: Final = 5.0  # several samples of an idle stack; an older one says nothing about now
 
 
@@ -73,8 +76,8 @@ class Overview:
     """Dead letters by stage, where there are any."""
     ended: tuple[EndedRequest, ...]
     """The last requests that ended, oldest first."""
-    batches: tuple[Mapping[str, object], ...] = ()
-    """Seam: whoever knows batches (pipeline/batch/store.py) fills it in."""
+    batches: tuple[BatchRecord, ...] = ()
+    """Those that go on and the last few that ended, oldest first."""
 
     def num_waiting(self, stage: str) -> int:
         """Return how many entries of all priorities wait for a stage."""
@@ -119,6 +122,7 @@ class Observer:
         self._pool = pool
         self._calls = RedisCalls(client, address, patience_s, monotonic)
         self._finished = FinishedLog(self._calls, client, keys)
+        self._batches = BatchStore(client, address, keys, patience_s=patience_s, monotonic=monotonic)
 
     async def look(self) -> Overview:
         """Return the stack as it is now, in a handful of round trips.
@@ -140,6 +144,7 @@ class Observer:
             kv=kv,
             dead={stage: num for stage, num in zip(STAGES, num_dead, strict=True) if num},
             ended=await self._finished.read(),
+            batches=tuple(await self._batches.recent(NUM_ENDED_BATCHES)),
         )
 
     async def _kv(self, at_us: int) -> KvState | None:

@@ -107,7 +107,13 @@ async def _stack_passes(plan: Plan, stack: Stack, turns: Sequence[str], *, seal_
         with make_progress(len(asks), sys.stderr) as progress:
             progress.note(str(case))
             one = await stack.watched(
-                run_pass(client, asks, plan.concurrency, progress.tokens, lambda _: progress.line(failed=False))
+                run_pass(
+                    client,
+                    asks,
+                    plan.concurrency,
+                    lambda num: progress.add(num_tokens=num),
+                    lambda _: progress.add(num_done=1),
+                )
             )
         passes.append(CasePass(case, Figures.of(one), one))
     return passes

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.status.state import PACE_WINDOW_S, ProcessRow, StackStatus
+from pipeline.batch.record import BatchRecord
 from pipeline.finished_log import output_tokens_per_s
 from pipeline.keys import PRIORITIES, STAGES, Priority
 from pipeline.overview import KvState, Overview, ServerState
@@ -115,8 +116,16 @@ def _figures(overview: Overview) -> list[Text]:
         f"ended      {_ended(overview)}",
         f"KV pool    {_kv(overview.kv)}",
     ]
-    lines += [f"batch      {batch}" for batch in overview.batches]
+    lines += [f"batch      {_batch(batch, overview.at_us)}" for batch in overview.batches]
     return [Text(line) for line in lines]
+
+
+def _batch(batch: BatchRecord, at_us: int) -> str:
+    failed = f", {batch.failed} failed" if batch.failed else ""
+    lines = f"{batch.num_finished} of {batch.total or '?'} lines{failed}"
+    began_s = (at_us / 1000 - (batch.started_ms or batch.created_ms)) / 1000
+    since = f", began {age(max(began_s, 0))} ago" if not batch.is_over else ""
+    return f"{batch.id}   {batch.state.replace('_', ' ')}   {lines}{since}   {batch.options.target}"
 
 
 def _ended(overview: Overview) -> str:

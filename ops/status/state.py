@@ -89,7 +89,7 @@ class StackStatus:
             "kv": None if overview.kv is None else dataclasses.asdict(overview.kv),
             "requests": self._requests(),
             "output_tokens_per_s": round(output_tokens_per_s(overview.ended, overview.at_us, PACE_WINDOW_S), 1),
-            "batches": [dict(batch) for batch in overview.batches],
+            "batches": [batch.model_dump(mode="json", exclude={"summary"}) for batch in overview.batches],
             "dead_letters": dict(overview.dead),
         }
 

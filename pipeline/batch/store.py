@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from pipeline.batch.directory import Manifest
 from pipeline.batch.errors import UnknownBatch
-from pipeline.batch.record import STEPS, BatchRecord, BatchState, StepName, states_of
+from pipeline.batch.record import OVER, STEPS, BatchRecord, BatchState, StepName, states_of
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.keys import BATCH_TTL_S, MAX_QUEUE, RESULT_TTL_S, Keys
 from pipeline.redis_calls import Arg, RedisCalls, command, commands, read_stream
@@ -71,11 +71,19 @@ class Sighting:
 class BatchStore:
     """The batches of one namespace. Every call may raise a ServerError; all may be repeated."""
 
-    def __init__(self, client: Redis, address: str, keys: Keys, monotonic: Monotonic = monotonic_s) -> None:
+    def __init__(
+        self,
+        client: Redis,
+        address: str,
+        keys: Keys,
+        *,
+        patience_s: float = PATIENCE_S,
+        monotonic: Monotonic = monotonic_s,
+    ) -> None:
         """Wire it up; whoever made the client closes it."""
         self.keys = keys
         self._client = client
-        self._calls = RedisCalls(client, address, PATIENCE_S, monotonic)
+        self._calls = RedisCalls(client, address, patience_s, monotonic)
 
     # Records
 
@@ -113,8 +121,18 @@ class BatchStore:
 
     async def all(self) -> list[BatchRecord]:
         """Return the records of all batches, oldest first."""
+        return await self._read_all((await self.survey())[1])
+
+    async def recent(self, num_ended: int) -> list[BatchRecord]:
+        """Return the records of all batches that go on and of the last few that ended, oldest first."""
+        batches = (await self.survey())[1]
+        ended = [batch.id for batch in batches if batch.state in OVER]
+        left_out = frozenset(ended[: len(ended) - num_ended] if num_ended else ended)
+        return await self._read_all([batch for batch in batches if batch.id not in left_out])
+
+    async def _read_all(self, batches: Sequence[Sighting]) -> list[BatchRecord]:
         records: list[BatchRecord] = []
-        for batch in (await self.survey())[1]:
+        for batch in batches:
             with suppress(UnknownBatch):  # it expired in this moment
                 records.append(await self.read(batch.id))
         return records
