@@ -40,9 +40,12 @@ class RunProgress(ABC):
 
     def add(self, *, num_tokens: int = 0, num_done: int = 0) -> None:
         """Count what has just come."""
-        self.num_tokens += num_tokens
-        self.num_done += num_done
-        self.refresh()
+        self.set(
+            num_lines=self.num_lines,
+            num_done=self.num_done + num_done,
+            num_failed=self.num_failed,
+            num_tokens=self.num_tokens + num_tokens,
+        )
 
     @property
     def rate(self) -> float:
