@@ -11,6 +11,7 @@ from typing import Self, Unpack
 from pipeline.batch.results import Completion, outcome_of
 from pipeline.client.answers import Answer, Timing
 from pipeline.client.asks import Ask, NewRequest, Sampling, Submitted, make_ask, new_request_id
+from pipeline.client.batches import Batches
 from pipeline.client.cancel import CancelOutcome, cancel, cancel_any
 from pipeline.client.errors import QueueFull
 from pipeline.client.follow import BLOCK_S, ResultReader
@@ -96,6 +97,10 @@ class Client:
         """Release the connections; requests go on, and any other client can read them."""
         if self._owns_transport:
             await self.transport.close()
+
+    def batches(self) -> Batches:
+        """Return the stack's batches: files of requests as durable jobs. Close it, or use it in an `async with`."""
+        return Batches(self.transport, self.settings)
 
     async def __aenter__(self) -> Self:
         return self

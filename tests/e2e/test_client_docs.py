@@ -47,6 +47,7 @@ def address(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> str:
     assert stack.settings.redis_url is not None
     monkeypatch.setenv("SLUICE_REDIS_URL", stack.settings.redis_url)
     monkeypatch.setenv("SLUICE_MODEL", MODEL)
+    monkeypatch.setenv("SLUICE_HOME", str(stack.settings.home))
     return stack.settings.redis_url
 
 
@@ -65,16 +66,20 @@ async def run_cell(source: str, names: dict[str, object]) -> str:
     return printed.getvalue()
 
 
-async def test_every_example_of_the_client_guide_runs_in_its_order(address: str) -> None:
+async def test_every_example_of_the_client_guide_runs_in_its_order(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     printed = [await run_cell(source, names) for source in python_blocks(ROOT / "docs" / "client.md")]
-    assert len(printed) == 8
+    assert len(printed) == 9
     assert printed[0]
     assert printed[1].startswith("Completion(")
     first, second = [line.split() for line in printed[2].splitlines()]
     assert (first[2], second[2], first[:2]) == ("False", "True", second[:2])
     assert len(printed[5].splitlines()) >= 20
     assert printed[6].startswith("True\nstage='client' code='cancelled'")
+    assert printed[7] == "1 of 1 ['completed']\n"
 
 
 async def test_example_in_another_language_enqueues_streams_and_cancels(address: str) -> None:
