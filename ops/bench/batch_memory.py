@@ -29,6 +29,8 @@ SAMPLE_S = 1.0
 READY_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
 MIB = 1024**2
+MAX_SAMPLES = 200  # in the record
+LEFT_OUT = {"batch_id", "output", "errors_file"}  # this machine's business
 SERVER = "server"
 CLIENT = "sluice run"
 SERVER_DATA = "server's data"
@@ -60,8 +62,8 @@ async def run(
         "model": model_name,
         "num_lines": plan.num_lines,
         "output_tokens_per_line": plan.output_tokens,
-        "end": events[-1],
-        "samples": samples,
+        "end": {name: value for name, value in events[-1].items() if name not in LEFT_OUT},
+        "samples": samples[:: -(-len(samples) // MAX_SAMPLES)],
     }
     return record, table(samples)
 
