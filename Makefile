@@ -36,11 +36,13 @@ $(MODEL_FILE): | $(VENV)/.installed
 run: setup ## Answer the examples, or INPUT=... OUTPUT=...
 	$(BIN)/sluice run -i $(INPUT) -o $(OUTPUT)
 
-check: $(VENV)/.installed ## Format, lint, types and layers
+check: $(VENV)/.installed ## Format, lint, types, layers and the files for containers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml
 
 format: $(VENV)/.installed ## Format the code
 	$(BIN)/ruff format .

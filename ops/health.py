@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from ops.leftovers import host_and_pid
-from ops.procfile import default_procfile, read_procfile
+from ops.supervision.procfile import default_procfile, read_procfile
 from pipeline.connect import open_client
 from pipeline.errors import ServerError, SluiceError
 from pipeline.keys import Keys

@@ -17,17 +17,17 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from ops.crashes import RestartPolicy
 from ops.external import ExternalStack, external_stack
 from ops.leftovers import Leftovers, host_and_pid
 from ops.pool_share import PoolShare
-from ops.process import Echo
-from ops.procfile import default_procfile, read_procfile
 from ops.running import AttachedStack, find_advert
+from ops.server.valkey import EmbeddedValkey
 from ops.serving import Serving, Warn, warn_on_stderr
-from ops.slots import Surroundings
-from ops.supervisor import Supervisor
-from ops.valkey import EmbeddedValkey
+from ops.supervision.crashes import RestartPolicy
+from ops.supervision.process import Echo
+from ops.supervision.procfile import default_procfile, read_procfile
+from ops.supervision.slots import Surroundings
+from ops.supervision.supervisor import Supervisor
 from pipeline.connect import open_transport
 from pipeline.errors import SluiceError
 from pipeline.keys import POOLED_STAGES, STAGES

@@ -17,7 +17,7 @@ from ops.commands.common import (
     replicas,
     served_name,
 )
-from ops.datasets import pull_sharegpt
+from ops.downloads.datasets import pull_sharegpt
 from ops.measuring import checked_model, prepare_environment, write_record
 from pipeline.settings import Settings
 

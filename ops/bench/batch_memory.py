@@ -18,7 +18,7 @@ from statistics import median
 from redis.asyncio import Redis
 
 from ops.bench.chart import Chart, Line
-from ops.control import ask_status
+from ops.control.client import ask_status
 from ops.measuring import markdown_table, measured_on
 from ops.running import find_advert
 from pipeline.connect import open_client

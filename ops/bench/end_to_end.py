@@ -14,7 +14,7 @@ import msgpack
 
 from ops.bench.figures import Figures, phase_table, speed_table
 from ops.bench.load import Pass, asks_of, run_pass
-from ops.datasets import SHAREGPT, first_turns
+from ops.downloads.datasets import SHAREGPT, first_turns
 from ops.measuring import measured_on
 from ops.progress import make_progress
 from ops.stack import Stack

@@ -54,7 +54,7 @@ async def _cancel(ids: Sequence[str]) -> int:
 async def cancel_all(client: Client, ids: Sequence[str]) -> dict[str, CancelOutcome]:
     """Cancel what the ids name, and return what became of each, in their order."""
     outcomes = await client.cancel_many(one for one in ids if not is_batch_id(one))
-    async with Batches(client.transport, client.settings) as batches:
+    async with client.batches() as batches:
         outcomes |= {one: await _cancel_batch(batches, one) for one in ids if is_batch_id(one)}
     return {one: outcomes[one] for one in ids}
 

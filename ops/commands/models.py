@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ops.commands.common import execute
-from ops.models import pull
+from ops.downloads.models import pull
 from pipeline.settings import load_settings
 from stages.gguf.model_files import list_models
 

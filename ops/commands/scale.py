@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from ops.commands.common import EXIT_FAILED, complain, execute
-from ops.control import ask_scale, ask_status, not_up
-from ops.control_messages import MAX_WAIT_S
-from ops.slot_status import SlotStatus
+from ops.control.client import ask_scale, ask_status, not_up
+from ops.control.messages import MAX_WAIT_S
+from ops.supervision.slot_status import SlotStatus
 from pipeline.errors import InvalidRequest
 from pipeline.settings import load_settings
 

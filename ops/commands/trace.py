@@ -10,7 +10,7 @@ import typer
 
 from ops.commands.common import execute
 from ops.finding import find_stack
-from ops.trace import TracedRequest, trace_of
+from ops.tracing.trace import TracedRequest, trace_of
 from pipeline.client.follow import AFTER_ALL
 from pipeline.connect import open_client, open_transport
 from pipeline.errors import InvalidRequest, SluiceError, UnknownRequest

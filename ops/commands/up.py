@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ops.commands.common import ModelOption, NumDecode, NumPrefill, command_settings, execute, replicas
-from ops.control_server import ControlServer
+from ops.control.server import ControlServer
 from ops.running import UpLock
 from ops.stack import Stack
 from pipeline.server_url import read_address

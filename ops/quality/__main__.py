@@ -9,7 +9,7 @@ import typer
 from kv_store.codecs.base import Codec
 from kv_store.codecs.registry import CODECS, UnknownCodecError, codec_named
 from ops.commands.common import ModelOption, command_settings, execute, served_name
-from ops.datasets import pull_sharegpt
+from ops.downloads.datasets import pull_sharegpt
 from ops.measuring import checked_model, prepare_environment, write_record
 from pipeline.settings import Settings
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kv_store.codecs.base import Codec
-from ops.datasets import SHAREGPT, token_windows
+from ops.downloads.datasets import SHAREGPT, token_windows
 from ops.measuring import markdown_table, measured_on
 from ops.offline import Offline, arithmetic, offline
 from ops.quality.divergence import BOOTSTRAP_SEED, LEVEL, RESAMPLES, Summary

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_store.pool import FilePool
-from ops.control import NotUp, ask_status
+from ops.control.client import NotUp, ask_status
 from ops.finding import FoundStack
-from ops.procfile import default_procfile, read_procfile
-from ops.slot_status import SlotStatus
+from ops.supervision.procfile import default_procfile, read_procfile
+from ops.supervision.slot_status import SlotStatus
 from pipeline.connect import open_client
 from pipeline.finished_log import output_tokens_per_s
 from pipeline.keys import STAGES, Keys

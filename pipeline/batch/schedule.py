@@ -13,7 +13,7 @@ from pipeline.batch.record import STEPS, BatchState, StepName
 from pipeline.batch.store import PATIENCE_S, BatchStore
 from pipeline.connect import connection_pool
 from pipeline.keys import Keys
-from pipeline.redis_calls import RedisCalls, command
+from pipeline.redis_calls import ANSWER_TIMEOUT_S, RedisCalls, command
 
 NUM_CONNECTIONS = 16
 JOB_EXPIRES_MS = 60_000  # the reconciler asks again for one that nobody began
@@ -43,14 +43,19 @@ class BatchScheduler:
                 await self.enqueue(batch_id, step, number)
 
 
-def arq_client(url: str, keys: Keys) -> ArqRedis:
+def arq_client(url: str, keys: Keys, answer_timeout_s: float | None = ANSWER_TIMEOUT_S) -> ArqRedis:
     """Return arq's client for this namespace; aclose() it.
+
+    Args:
+        url: Where the server is.
+        keys: Of the namespace.
+        answer_timeout_s: None for a BatchScheduler, whose calls have a limit of their own.
 
     Raises:
         ServerUrlInvalid: the address cannot be read.
     """
     client = ArqRedis(
-        connection_pool(url, NUM_CONNECTIONS),
+        connection_pool(url, NUM_CONNECTIONS, answer_timeout_s),
         job_serializer=pack_job,
         job_deserializer=unpack_job,
         default_queue_name=keys.arq(),

@@ -16,6 +16,7 @@ from pipeline.batch.directory import Manifest
 from pipeline.batch.errors import UnknownBatch
 from pipeline.batch.record import OVER, STEPS, BatchRecord, BatchState, StepName, states_of
 from pipeline.clock import Monotonic, monotonic_s
+from pipeline.connect import connection_pool
 from pipeline.keys import BATCH_TTL_S, MAX_QUEUE, RESULT_TTL_S, Keys
 from pipeline.redis_calls import Arg, RedisCalls, command, commands, read_stream
 
@@ -275,6 +276,15 @@ class BatchStore:
         if not reply:
             raise UnknownBatch(batch_id)
         return cast("BatchState", reply.decode())
+
+
+def store_client(url: str, max_connections: int) -> Redis:
+    """Return a client for a BatchStore, whose calls have a limit of their own (redis_calls.py); aclose() it.
+
+    Raises:
+        ServerUrlInvalid: the address cannot be read.
+    """
+    return Redis.from_pool(connection_pool(url, max_connections, answer_timeout_s=None))
 
 
 def line_request_id(batch_id: str, index: int | Literal[""]) -> str:

@@ -13,16 +13,16 @@ from pipeline.batch.errors import BatchFailed, UnknownBatch
 from pipeline.batch.figures import BatchSummary
 from pipeline.batch.options import BatchOptions
 from pipeline.batch.record import BatchRecord
-from pipeline.batch.store import BatchStore
+from pipeline.batch.store import BatchStore, store_client
 from pipeline.batch.submit import Prepared, end_given_up, prepare, submit
 from pipeline.client.patience import PATIENCE_S, STALL_TIMEOUT_S, Patience
 from pipeline.clock import Monotonic, monotonic_s
-from pipeline.connect import open_client
 from pipeline.keys import Keys
 from pipeline.server_url import read_address
 from pipeline.settings import Settings
 from pipeline.transport import Transport
 
+NUM_CONNECTIONS = 4
 POLL_S = 0.25  # how often a batch's record is read while somebody waits
 
 
@@ -39,11 +39,12 @@ class Batches:
         monotonic: Monotonic = monotonic_s,
     ) -> None:
         """Use a transport that somebody else opened with these settings, and closes."""
-        self._redis = open_client(settings)
+        url = settings.redis_url or ""
+        self._redis = store_client(url, NUM_CONNECTIONS)
         self._transport = transport
         self._home = settings.home
         self._patience = Patience(patience_s, stall_timeout_s, monotonic)
-        self.store = BatchStore(self._redis, read_address(settings.redis_url or "").shown, Keys(settings.namespace))
+        self.store = BatchStore(self._redis, read_address(url).shown, Keys(settings.namespace))
 
     async def run(
         self,

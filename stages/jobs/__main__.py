@@ -4,8 +4,7 @@ import asyncio
 
 from kv_store.pool import FilePool
 from pipeline.batch.schedule import BatchScheduler, arq_client
-from pipeline.batch.store import BatchStore
-from pipeline.connect import open_client
+from pipeline.batch.store import BatchStore, store_client
 from pipeline.keys import Keys
 from pipeline.samples import SampleLog
 from pipeline.server_url import read_address
@@ -28,8 +27,8 @@ async def serve(settings: Settings) -> None:
         async with stage_process("jobs", settings, {}, pool.pool_id) as process:
             assert settings.redis_url is not None, "the transport is open"
             address = read_address(settings.redis_url).shown
-            client = open_client(settings, NUM_CONNECTIONS)
-            scheduling = arq_client(settings.redis_url, keys)
+            client = store_client(settings.redis_url, NUM_CONNECTIONS)
+            scheduling = arq_client(settings.redis_url, keys, answer_timeout_s=None)
             jobs = Jobs(
                 store=BatchStore(client, address, keys),
                 scheduler=BatchScheduler(scheduling, address, keys),

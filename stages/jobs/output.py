@@ -5,7 +5,7 @@ nothing behind, and are deleted where one fails: they might be what fills the di
 """
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -28,28 +28,32 @@ class OutputFiles:
 
     def __enter__(self) -> Self:
         self._num_errors = 0
-        with ExitStack() as opening:
-            opening.callback(self._delete)
+        self._exit = ExitStack()
+        try:
             self._results_file = self._exit.enter_context(self._new_target.open("wb"))
             self._errors_file = self._results_file
             if self._errors != self._target:
                 self._errors_file = self._exit.enter_context(self._new_errors.open("wb"))
-            opening.pop_all()
+        except OSError:
+            self._give_up()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as failing:
-            failing.callback(self._delete)
-            with self._exit:
-                if kind is None:
-                    for file in (self._results_file, self._errors_file):
-                        assert file is not None
-                        file.flush()
-                        os.fsync(file.fileno())
-            if kind is None:
-                failing.pop_all()
+        if kind is not None:
+            self._give_up()
+            return
+        try:
+            for file in (self._results_file, self._errors_file):
+                assert file is not None
+                file.flush()
+                os.fsync(file.fileno())
+            self._exit.close()
+        except OSError:
+            self._give_up()
+            raise
 
     def write(self, line: bytes, *, failed: bool) -> None:
         """Append one line to the file it belongs to."""
@@ -77,6 +81,11 @@ class OutputFiles:
                 _sync_directory(directory)
         finally:
             self._delete()
+
+    def _give_up(self) -> None:
+        with suppress(OSError):  # a full disk does not take what is still in a buffer either
+            self._exit.close()
+        self._delete()
 
     def _delete(self) -> None:
         for path in (self._new_target, self._new_errors):

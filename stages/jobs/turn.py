@@ -53,6 +53,7 @@ class Turn:
         self.directory = BatchDirectory(Path(record.directory))
         self._until = monotonic_s() + SLICE_S
         self.lost = False
+        self.ended = False
 
     @property
     def is_over(self) -> bool:
@@ -114,6 +115,7 @@ async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
         log.exception("step_broke", batch_id=turn.batch_id, step=turn.step)
         await _fail(jobs.store, turn, f"{turn.step} broke with {type(error).__name__}; see the log of jobs")
     finally:
+        mine.ended = True
         renewing.cancel()
         await asyncio.gather(renewing, return_exceptions=True)
     # One whose time was up goes on at once; one that had nothing more to do looks again in a while.
@@ -121,12 +123,12 @@ async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
 
 
 async def _fail(store: BatchStore, turn: StepTurn, reason: str) -> None:
-    log.warning("batch_failed", batch_id=turn.batch_id, step=turn.step, reason=reason)
     await store.move(turn.batch_id, tuple(STEPS), "failed", {"error": reason, "ended_ms": NOW})
+    log.warning("batch_failed", batch_id=turn.batch_id, step=turn.step, reason=reason)
 
 
 async def _renew(store: BatchStore, turn: StepTurn, mine: Turn) -> None:
-    while not mine.lost:
+    while not mine.lost and not mine.ended:  # said twice: a cancellation in the middle of a call may get lost
         await asyncio.sleep(STEP_LEASE_S / RENEWALS_PER_LEASE)
         try:
             mine.lost = await store.begin(turn) != "ok"

@@ -102,8 +102,11 @@ async def _finish_jobs(worker: Worker) -> None:
 
 
 async def _end(worker: Worker, *tasks: "asyncio.Task[Any]") -> None:
-    for task in (*tasks, *worker.tasks.values()):
-        task.cancel()
+    pending = {*tasks, *worker.tasks.values()}
+    while pending:  # again and again: on Python 3.11 a cancellation in the middle of a call may get lost
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=RECONNECT_S)
     await asyncio.gather(*tasks, *worker.tasks.values(), return_exceptions=True)
     await _close(worker)
 

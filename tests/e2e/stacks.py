@@ -14,10 +14,10 @@ import pytest
 from redis.asyncio import Redis
 
 from kv_store.pool import FilePool
-from ops.crashes import RestartPolicy
+from ops.server.valkey import EmbeddedValkey
 from ops.serving import Serving
 from ops.stack import Stack
-from ops.valkey import EmbeddedValkey
+from ops.supervision.crashes import RestartPolicy
 from pipeline.batch.results import Completion
 from pipeline.client.answers import Answer
 from pipeline.client.asks import NewRequest

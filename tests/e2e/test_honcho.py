@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.procfile import default_procfile, read_procfile
 from ops.stack import stage_environment
+from ops.supervision.procfile import default_procfile, read_procfile
 from pipeline.client.asks import NewRequest
 from pipeline.client.client import Client
 from pipeline.params import parse_params

@@ -16,11 +16,11 @@ from time import monotonic
 import pytest
 from redis.asyncio import Redis
 
-from ops.control import ask_scale, ask_status
+from ops.control.client import ask_scale, ask_status
 from ops.running import AttachedStack, find_advert
 from ops.serving import Serving
-from ops.slot_status import SlotStatus
 from ops.stack import DRAIN_ORDER, stage_environment
+from ops.supervision.slot_status import SlotStatus
 from pipeline.batch.results import Completion
 from pipeline.client.asks import NewRequest
 from pipeline.client.client import Client

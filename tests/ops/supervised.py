@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from ops.crashes import RestartPolicy
-from ops.procfile import read_procfile
-from ops.slots import Surroundings
-from ops.supervisor import Supervisor
+from ops.supervision.crashes import RestartPolicy
+from ops.supervision.procfile import read_procfile
+from ops.supervision.slots import Surroundings
+from ops.supervision.supervisor import Supervisor
 from tests.ops.waiting import DEADLINE_S
 
 STAND_IN = Path(__file__).with_name("stand_in.py")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ops.control import NotNow, NotUp, Refused, ask_scale, ask_status
-from ops.control_messages import CONTROL_SOCKET, MAX_REQUEST_BYTES, MAX_WAIT_S
-from ops.control_server import MAX_CLIENTS, ControlServer
-from ops.sockets import UnsafePlace, socket_directory
-from ops.supervisor import Supervisor
+from ops.control.client import NotNow, NotUp, Refused, ask_scale, ask_status
+from ops.control.messages import CONTROL_SOCKET, MAX_REQUEST_BYTES, MAX_WAIT_S
+from ops.control.server import MAX_CLIENTS, ControlServer
+from ops.server.sockets import UnsafePlace, socket_directory
+from ops.supervision.supervisor import Supervisor
 from pipeline.errors import InvalidRequest
 from tests.ops.supervised import make_supervisor, pids, ready, started
 from tests.ops.waiting import DEADLINE_S, holds

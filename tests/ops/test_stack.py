@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ops.crashes import RestartPolicy, StageFailed
 from ops.leftovers import Leftovers
 from ops.pool_share import PoolShare
-from ops.procfile import default_procfile, read_procfile
 from ops.running import Advert, AlreadyUp, AttachedStack, StackGone, UpLock
+from ops.server.valkey import EmbeddedValkey, ValkeyFailed
 from ops.serving import Serving
 from ops.stack import DRAIN_ORDER, Stack, choose_stack, stage_environment
-from ops.valkey import EmbeddedValkey, ValkeyFailed
+from ops.supervision.crashes import RestartPolicy, StageFailed
+from ops.supervision.procfile import default_procfile, read_procfile
 from pipeline.batch.results import Completion
 from pipeline.client.asks import NewRequest
 from pipeline.client.client import Client

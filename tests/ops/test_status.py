@@ -19,10 +19,10 @@ from redis.asyncio import Redis
 
 from kv_store.pool import PoolUsage
 from ops.finding import FoundStack
-from ops.slot_status import SlotStatus
 from ops.status.history import history
 from ops.status.page import age, size
 from ops.status.state import StackStatus, watching
+from ops.supervision.slot_status import SlotStatus
 from pipeline import wire
 from pipeline.connect import open_transport
 from pipeline.keys import Keys

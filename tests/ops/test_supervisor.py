@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.crashes import CrashRecord, RestartPolicy, StageFailed
+from ops.supervision.crashes import CrashRecord, RestartPolicy, StageFailed
 from pipeline.errors import ServerUnreachable
 from tests.ops.supervised import make_supervisor, pids, ready, started
 from tests.ops.waiting import DEADLINE_S, holds, wait_for_end

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ops.trace import TracedRequest, trace_of
+from ops.tracing.trace import TracedRequest, trace_of
 from pipeline.boundaries import (
     DECODE_CLAIMED,
     FINISHED,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kv_store.pool import PoolUsage
-from ops.trace import trace_of
-from ops.trace_file import read_trace
-from ops.trace_picture import Picture, main
+from ops.tracing.file import read_trace
+from ops.tracing.picture import Picture, main
+from ops.tracing.trace import trace_of
 from pipeline import wire
 from pipeline.clock import now_us
 from pipeline.connect import open_client, open_transport
@@ -141,7 +141,7 @@ def test_the_picture_shows_every_slice_arrow_and_counter(tmp_path: Path) -> None
 
 def test_a_trace_without_requests_cannot_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps(trace_of([], [])))
-    command = [sys.executable, "-m", "ops.trace_picture", str(tmp_path / "t.json"), "-o", str(tmp_path / "t.svg")]
+    command = [sys.executable, "-m", "ops.tracing.picture", str(tmp_path / "t.json"), "-o", str(tmp_path / "t.svg")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     assert "holds no request" in ended.stderr

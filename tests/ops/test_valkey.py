@@ -14,13 +14,13 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from ops.valkey import EmbeddedValkey, ValkeyFailed
+from ops.server.valkey import EmbeddedValkey, ValkeyFailed
 from tests.ops.waiting import holds, wait_for_end
 
 USER = """
 import asyncio, sys
 from pathlib import Path
-from ops.valkey import EmbeddedValkey
+from ops.server.valkey import EmbeddedValkey
 
 async def main():
     print(await EmbeddedValkey(Path(sys.argv[1])).start(), flush=True)

@@ -70,7 +70,9 @@ def test_every_line_is_what_a_plain_reader_sees(
 def test_a_line_that_is_too_long_is_an_error_in_its_place(tmp_path: Path) -> None:
     fits = line("fits")
     fits += b" " * (MAX_LINE_BYTES - 1 - len(fits))
-    data = b"\n".join([line("a"), b"x" * (2 * MAX_LINE_BYTES + 5), fits, fits + b"  ", b" " * MAX_LINE_BYTES, line("b")])
+    data = b"\n".join(
+        [line("a"), b"x" * (2 * MAX_LINE_BYTES + 5), fits, fits + b"  ", b" " * MAX_LINE_BYTES, line("b")]
+    )
     found = indexed(data, tmp_path)
     assert found == list(read_batch(io.BytesIO(data), MODEL))
     codes = [one.code if isinstance(one, BatchLineError) else None for one in found]

@@ -1,8 +1,5 @@
 """The journal: a line that is on the disk is there once and whole, whatever a crash or a full disk leaves behind."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +21,7 @@ from pipeline.batch.journal import (
     read_records,
 )
 from pipeline.batch.record import BatchRecord
-from tests.pipeline.batch.files import finished, new_directory, new_manifest
+from tests.pipeline.batch.files import disk_of, finished, new_directory, new_manifest
 
 NUM_LINES = 10
 
@@ -32,17 +29,6 @@ NUM_LINES = 10
 @pytest.fixture
 def directory(tmp_path: Path) -> BatchDirectory:
     return new_directory(tmp_path)
-
-
-@contextmanager
-def disk_of(num_bytes: int) -> Iterator[None]:
-    """No file of this process may become longer: writing fails as on a full disk, in the middle of a write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def append(directory: BatchDirectory, *lines: FinishedLine) -> None:

@@ -8,22 +8,23 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.batch.options import BatchOptions
-from pipeline.batch.record import BatchRecord, BatchState
+from pipeline.batch.record import STEPS, BatchRecord, BatchState
 from pipeline.batch.schedule import BatchScheduler, arq_client
-from pipeline.batch.store import BatchStore
+from pipeline.batch.store import BatchStore, store_client
 from pipeline.batch.submit import Prepared, prepare, submit
 from pipeline.client.batches import errors_path
-from pipeline.connect import open_client, open_transport
+from pipeline.connect import open_transport
 from pipeline.keys import Keys
 from pipeline.settings import Settings
 from stages.jobs.reconcile import reconcile_forever
 from stages.jobs.token_names import TokenNames
-from stages.jobs.turn import Jobs
-from stages.jobs.worker import work
+from stages.jobs.turn import Jobs, take_turn
+from stages.jobs.worker import STEP_FUNCTIONS, work
 from tests.ops.answering import serve
 
 MODEL = "tiny"
@@ -31,6 +32,13 @@ POOL = "pool-1"
 DEADLINE_S = 30.0  # for things that take milliseconds, on a machine that may be busy
 POLL_S = 0.005
 NUM_CONNECTIONS = 32
+
+
+class NoScheduler(BatchScheduler):
+    """Asks for nothing: whoever takes turns by hand knows what is next."""
+
+    async def drive(self, store: BatchStore, batch_id: str, state: BatchState) -> None:
+        return
 
 
 class JobsBench:
@@ -45,7 +53,7 @@ class JobsBench:
         self.store: BatchStore
 
     async def __aenter__(self) -> "JobsBench":
-        client = open_client(self.settings, NUM_CONNECTIONS)
+        client = store_client(str(self.settings.redis_url), NUM_CONNECTIONS)
         self._exit.push_async_callback(client.aclose)
         self.store = BatchStore(client, "test", self.keys)
         return self
@@ -60,8 +68,8 @@ class JobsBench:
         named = {"errors": errors_path(target), "model": MODEL, "stack_model": MODEL} | fields
         return BatchOptions(source=source, target=target, **named)
 
-    def prepare(self, source: Path, target: Path | None = None, **fields: Any) -> Prepared:
-        return prepare(self.options(source, target, **fields), self.batches)
+    def prepare(self, source: Path, target: Path | None = None, *, restart: bool = False, **fields: Any) -> Prepared:
+        return prepare(self.options(source, target, **fields), self.batches, restart=restart)
 
     async def submit(self, source: Path, target: Path | None = None, **fields: Any) -> str:
         """Do what the command does until it waits."""
@@ -77,7 +85,7 @@ class JobsBench:
     async def jobs(self) -> AsyncIterator[Jobs]:
         """What a jobs process works with."""
         url = str(self.settings.redis_url)
-        client, scheduling = open_client(self.settings, NUM_CONNECTIONS), arq_client(url, self.keys)
+        client, scheduling = store_client(url, NUM_CONNECTIONS), arq_client(url, self.keys, answer_timeout_s=None)
         transport = await open_transport(self.settings, pool_id=POOL)
         try:
             yield Jobs(
@@ -92,6 +100,18 @@ class JobsBench:
             await transport.close()
             await scheduling.aclose()
             await client.aclose()
+
+    async def drive(self, jobs: Jobs, batch_id: str, *, until: Callable[[BatchRecord], bool]) -> BatchRecord:
+        """Take the turns of a batch by hand, one after the other and without arq, until the record is as wanted."""
+        jobs = replace(jobs, scheduler=NoScheduler(None, "test", self.keys))  # pyright: ignore[reportArgumentType]
+        async with asyncio.timeout(DEADLINE_S):
+            while not until(record := await self.store.read(batch_id)):
+                for step in STEPS.get(record.state, ()):
+                    number = await self.store.revive(batch_id, step)
+                    if number is not None:
+                        await take_turn(jobs, step, STEP_FUNCTIONS[step], batch_id, number)
+                await asyncio.sleep(POLL_S)
+        return record
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[Jobs]:
@@ -162,3 +182,7 @@ def records_in(path: Path) -> list[dict[str, Any]]:
 
 def ids_in(path: Path) -> list[str | None]:
     return [record["custom_id"] for record in records_in(path)]
+
+
+def names_in(path: Path) -> set[str]:
+    return {child.name for child in path.iterdir()}

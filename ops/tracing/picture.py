@@ -1,8 +1,8 @@
 """Draws a trace as an SVG picture: lanes by stage, a colour for each request, arrows, and the counters below.
 
-Owns the drawing. Knows what a trace holds (trace_file.py) and nothing else about Sluice.
+Owns the drawing. Knows what a trace holds (file.py) and nothing else about Sluice.
 
-    python -m ops.trace_picture trace.json -o docs/trace.svg
+    python -m ops.tracing.picture trace.json -o docs/trace.svg
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 from xml.sax.saxutils import escape
 
-from ops.trace_file import End, Slice, TraceFile, read_trace
+from ops.tracing.file import End, Slice, TraceFile, read_trace
 
 WIDTH, LEFT, RIGHT, TOP = 1280, 150, 24, 84
 LANE, QUEUE_LANE, GAP, CHART, CHART_GAP = 15, 6, 14, 36, 16
@@ -178,7 +178,7 @@ def _text(x: float, y: float, words: str, style: str = "", anchor: str = "start"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read a trace, write a picture."""
-    parser = argparse.ArgumentParser(prog="python -m ops.trace_picture", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ops.tracing.picture", description=__doc__)
     parser.add_argument("trace", type=Path, help="what `sluice trace` wrote")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the SVG file")
     parser.add_argument("--title", help="above the picture")

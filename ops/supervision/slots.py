@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.crashes import RestartPolicy
-from ops.process import Echo, Launch, ProcessLog
-from ops.slot import Slot, slot_name
+from ops.supervision.crashes import RestartPolicy
+from ops.supervision.process import Echo, Launch, ProcessLog
+from ops.supervision.slot import Slot, slot_name
 
 
 @dataclass(frozen=True, slots=True)

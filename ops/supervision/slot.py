@@ -20,9 +20,9 @@ import time
 
 import structlog
 
-from ops.crashes import CrashRecord, RestartPolicy, StageFailed
-from ops.process import ChildProcess, Launch, ProcessLog, describe_exit
-from ops.slot_status import SlotState, SlotStatus
+from ops.supervision.crashes import CrashRecord, RestartPolicy, StageFailed
+from ops.supervision.process import ChildProcess, Launch, ProcessLog, describe_exit
+from ops.supervision.slot_status import SlotState, SlotStatus
 
 logger = structlog.get_logger("supervisor")
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ops.slot_status import SlotStatus
+from ops.supervision.slot_status import SlotStatus
 from pipeline.errors import InvalidRequest
 
 CONTROL_SOCKET = "control.sock"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from ops.trace_lanes import Gauges, Lanes, Place, Queue, Replica
+from ops.tracing.lanes import Gauges, Lanes, Place, Queue, Replica
 from pipeline.boundaries import SUBMITTED
 from pipeline.keys import STAGES
 from pipeline.messages import Terminal

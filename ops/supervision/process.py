@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ops.death_guard import guarded
+from ops.supervision.death_guard import guarded
 
 MAX_LOG_BYTES = 16 * 1024 * 1024  # then the file moves to .1, so a home holds at most twice this per process
 MAX_LINE_CHARS = 2000  # of what is kept in memory; the file has it all

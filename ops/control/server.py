@@ -16,7 +16,7 @@ from typing import Self
 
 import structlog
 
-from ops.control_messages import (
+from ops.control.messages import (
     CONTROL_SOCKET,
     MAX_REQUEST_BYTES,
     Answer,
@@ -27,8 +27,8 @@ from ops.control_messages import (
     read_request,
     write_line,
 )
-from ops.sockets import private_directory, socket_directory
-from ops.supervisor import NotScalable, Supervisor
+from ops.server.sockets import private_directory, socket_directory
+from ops.supervision.supervisor import NotScalable, Supervisor
 from pipeline.errors import SluiceError
 
 MAX_CLIENTS = 16

@@ -1,0 +1,1 @@
+"""How other commands talk to a running `sluice up`."""

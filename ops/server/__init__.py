@@ -1,0 +1,1 @@
+"""The embedded Valkey: one per home."""

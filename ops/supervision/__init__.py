@@ -1,0 +1,1 @@
+"""Keeps processes running: starts, watches, restarts, scales and stops them."""

@@ -1,0 +1,1 @@
+"""From stamps to a trace file, and to a picture of it."""
