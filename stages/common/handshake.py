@@ -49,7 +49,7 @@ class Registration:
         """
         await self._transport.register(self._stage, self._info, REGISTRATION_TTL_S)
         for other in await self._transport.processes():
-            theirs = msgpack.unpackb(other.info)["parts"]
+            theirs = _parts(other)
             for part, ours in self._parts.items():
                 if theirs.get(part, ours) != ours:
                     raise FingerprintMismatch(part, ours, theirs[part], other)
@@ -68,3 +68,13 @@ class Registration:
                 if not error.retryable:
                     raise
                 log.warning("registration_not_renewed", problem=str(error))
+
+
+def _parts(process: Process) -> Mapping[str, str]:
+    """What another process announced; one that says nothing that we know has nothing to agree on."""
+    try:
+        info = msgpack.unpackb(process.info)
+    except (ValueError, msgpack.UnpackException):
+        return {}
+    parts = info.get("parts") if isinstance(info, dict) else None
+    return parts if isinstance(parts, dict) else {}

@@ -7,6 +7,7 @@ do.
 """
 
 import asyncio
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,8 +112,11 @@ async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
         pass
     except (BatchError, OSError) as error:
         await _fail(jobs.store, turn, str(error))
-    except Exception as error:  # the harness of all steps: whoever waits for the batch must hear of it
-        log.exception("step_broke", batch_id=turn.batch_id, step=turn.step)
+    except Exception as error:  # noqa: BLE001 - the harness of all steps: whoever waits must hear of it
+        # Neither its text nor its traceback's: they may hold a prompt.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{where.filename}:{where.lineno}"
+        log.error("step_broke", batch_id=turn.batch_id, step=turn.step, error=type(error).__name__, place=place)  # noqa: TRY400
         await _fail(jobs.store, turn, f"{turn.step} broke with {type(error).__name__}; see the log of jobs")
     finally:
         mine.ended = True

@@ -37,6 +37,7 @@ FILE_TIMEOUT_S = 1800  # one pass over a file of gigabytes
 POLL_S = 0.1  # how long a step waits for arq to see it
 MAX_TRIES = 1000
 RECONNECT_S = 0.5
+CANCEL_AGAIN_S = 1.0  # longer than it takes to put things in order after a cancellation
 
 log = structlog.get_logger("jobs")
 
@@ -106,7 +107,7 @@ async def _end(worker: Worker, *tasks: "asyncio.Task[Any]") -> None:
     while pending:  # again and again: on Python 3.11 a cancellation in the middle of a call may get lost
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=RECONNECT_S)
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
     await asyncio.gather(*tasks, *worker.tasks.values(), return_exceptions=True)
     await _close(worker)
 

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,24 +14,13 @@ from typer.testing import CliRunner, Result
 
 from ops.cli import app
 from ops.commands.asking import Wanted, new_request
-from ops.commands.run import count_lines
 from pipeline.errors import InvalidRequest
 from pipeline.settings import Settings
 from tests.ops.answering import FAIL_WORD, HANG_WORD
-from tests.ops.waiting import DEADLINE_S, holds
+from tests.ops.command_line import COMMAND, line_with, sluice_process
+from tests.ops.waiting import DEADLINE_S
 
 Sluice = Callable[..., Result]
-# As a process of its own: the same command line, but with the test's Procfile.
-COMMAND = """
-import sys
-from pathlib import Path
-from ops import stack
-from ops.cli import main
-
-procfile = Path(sys.argv.pop(1))
-stack.default_procfile = lambda: procfile
-main()
-"""
 
 
 @pytest.fixture
@@ -44,30 +33,6 @@ def sluice(stack_env: dict[str, str], procfile: Path, monkeypatch: pytest.Monkey
             return CliRunner().invoke(app, [str(word) for word in words])
 
     return invoke
-
-
-@asynccontextmanager
-async def sluice_process(procfile: Path, *words: object) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", COMMAND, str(procfile), *map(str, words)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def line_with(stream: asyncio.StreamReader | None, text: str) -> str:
-    assert stream is not None
-    async with asyncio.timeout(DEADLINE_S):
-        while (line := (await stream.readline()).decode()) and text not in line:
-            pass
-    assert text in line
-    return line
 
 
 def chat(custom_id: str, text: str, **body: object) -> str:
@@ -85,7 +50,7 @@ def records_in(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_run_writes_results_in_order_with_errors_in_their_places(sluice: Sluice, tmp_path: Path) -> None:
+def test_run_writes_results_in_order_and_errors_apart(sluice: Sluice, tmp_path: Path) -> None:
     source = write_lines(
         tmp_path,
         chat("one", "a b c", seed=5),
@@ -95,29 +60,37 @@ def test_run_writes_results_in_order_with_errors_in_their_places(sluice: Sluice,
         chat("four", "d"),
     )
     target = tmp_path / "results" / "out.jsonl"
-    result = sluice("run", "-i", source, "-o", target)
+    result = sluice("run", "-i", source, "-o", target, "--profile", "--log-memory")
     assert result.exit_code == 1, result.stderr
-    records = records_in(target)
-    assert [record["custom_id"] for record in records] == ["one", None, "two", "three", "four"]
-    assert [record["error"] is None for record in records] == [True, False, False, False, True]
+    records, errors = records_in(target), records_in(tmp_path / "results" / "out.errors.jsonl")
+    assert [record["custom_id"] for record in records] == ["one", "four"]
+    assert [record["custom_id"] for record in errors] == [None, "two", "three"]
     content = records[0]["response"]["body"]["choices"][0]["message"]["content"]  # pyright: ignore
     assert content == "A B C seed 5"
     assert "line 2: is not JSON" in result.stderr
-    assert "line 3 ('two'): tokenizer failed: no" in result.stderr
+    assert "line 3 ('two'): no" in result.stderr
     assert "line 4 ('three'): temperature: must be between 0 and 2, got 9" in result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
     assert next(row for row in rows if row[:1] == ["one"])[:3] == ["one", "3", "3"]
     assert "5 lines, 3 of them failed: 6 prompt tokens, 4 output tokens in" in result.stdout
 
 
-def test_run_prints_figures_as_json(sluice: Sluice, tmp_path: Path) -> None:
+def test_errors_can_stay_in_their_places(sluice: Sluice, tmp_path: Path) -> None:
+    source, target = write_lines(tmp_path, chat("one", "a"), "{", chat("two", "b")), tmp_path / "out.jsonl"
+    result = sluice("run", "-i", source, "-o", target, "--errors", target, "--no-table")
+    assert result.exit_code == 1, result.stderr
+    assert [record["custom_id"] for record in records_in(target)] == ["one", None, "two"]
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["in.jsonl", "out.jsonl"]
+
+
+def test_run_prints_progress_and_figures_as_json_lines(sluice: Sluice, tmp_path: Path) -> None:
     source = write_lines(tmp_path, chat("one", "a b"), chat("two", "c"))
-    result = sluice("run", "-i", source, "-o", tmp_path / "out.jsonl", "--json")
+    result = sluice("run", "--input-file", source, "--output-file", tmp_path / "out.jsonl", "--json")
     assert result.exit_code == 0, result.stderr
-    figures = json.loads(result.stdout)
-    assert (figures["num_lines"], figures["num_failed"], figures["output_tokens"]) == (2, 0, 3)
-    assert figures["startup_s"] > 0
-    assert figures["output"] == str(tmp_path / "out.jsonl")
+    *events, figures = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {event["event"] for event in events} == {"note", "progress"}
+    assert (figures["event"], figures["num_lines"], figures["num_failed"]) == ("completed", 2, 0)
+    assert (figures["output_tokens"], figures["output"]) == (3, str(tmp_path / "out.jsonl"))
 
 
 def test_run_of_more_lines_than_the_window_keeps_their_order(sluice: Sluice, tmp_path: Path) -> None:
@@ -130,10 +103,41 @@ def test_run_of_more_lines_than_the_window_keeps_their_order(sluice: Sluice, tmp
     assert "id-7" not in result.stdout
 
 
-def test_empty_input_gives_an_empty_output(sluice: Sluice, tmp_path: Path) -> None:
-    result = sluice("run", "-i", write_lines(tmp_path), "-o", tmp_path / "out.jsonl")
-    assert result.exit_code == 0, result.stderr
-    assert (tmp_path / "out.jsonl").read_bytes() == b""
+def test_requests_can_come_through_a_pipe(
+    sluice: Sluice, tmp_path: Path, procfile: Path, stack_env: dict[str, str]
+) -> None:
+    text = chat("one", "a") + "\n" + chat("two", "b") + "\n"
+    command = [sys.executable, "-c", COMMAND, str(procfile), "run", "-i", "-", "-o", str(tmp_path / "out.jsonl")]
+    result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [record["custom_id"] for record in records_in(tmp_path / "out.jsonl")] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "problem"),
+    [
+        ("", ("-o", "out.jsonl"), "error: input: "),
+        ("\n\n", ("-o", "out.jsonl"), "has no requests"),
+        ("{}", ("-o", "-"), "error: output: "),
+        ("{}", ("-o", "."), "is a directory"),
+        ("{}", ("-o", "/dev/null"), "is no regular file"),
+    ],
+)
+def test_run_refuses_what_cannot_be_before_anything_starts(
+    sluice: Sluice,
+    tmp_path: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    words: list[str],
+    problem: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text(text)
+    result = sluice("run", "-i", "in.jsonl", *words)
+    assert result.exit_code == 2, result.stderr
+    assert problem in result.stderr
+    assert not (home / "valkey").exists()
 
 
 def test_output_must_not_be_the_input(sluice: Sluice, tmp_path: Path) -> None:
@@ -179,22 +183,21 @@ def test_stage_that_does_not_start_ends_the_command_with_its_last_lines(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-async def test_ctrl_c_stops_everything_and_keeps_what_was_finished(
+async def test_ctrl_c_stops_everything_and_the_same_command_goes_on(
     stack_env: dict[str, str], procfile: Path, tmp_path: Path, home: Path
 ) -> None:
     source = write_lines(tmp_path, chat("one", "a"), "{", chat("two", HANG_WORD))
-    target = tmp_path / "out.jsonl"
-    async with sluice_process(procfile, "run", "-i", source, "-o", target) as process:
-        await line_with(process.stderr, "line 2")
-        await holds(lambda: b'"one"' in partial_of(target))
+    words = ("run", "-i", source, "-o", tmp_path / "out.jsonl", "--json")
+    async with sluice_process(procfile, *words) as process:
+        await line_with(process.stdout, '"num_done": 2')
         process.send_signal(signal.SIGINT)
-        _, stderr = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+        stdout, stderr = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     assert process.returncode == 130, stderr
-    assert b"2 finished lines are in" in stderr
-    assert stderr.endswith(b"stopped\n")
-    assert not target.exists()
-    assert [record["custom_id"] for record in records_in(tmp_path / "out.jsonl.partial")] == ["one", None]
+    assert b"2 of 3 lines are finished; the same command goes on" in stdout
+    assert not (tmp_path / "out.jsonl").exists()
     assert not (home / "valkey" / "server.sock").exists()
+    async with sluice_process(procfile, *words) as process:
+        await line_with(process.stdout, "goes on: 2 of 3 lines are finished")
 
 
 async def test_sigterm_stops_as_ctrl_c_does(stack_env: dict[str, str], procfile: Path, home: Path) -> None:
@@ -299,14 +302,3 @@ def test_every_command_explains_itself(sluice: Sluice, words: tuple[str, ...]) -
     result = sluice(*words, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
-
-
-@pytest.mark.parametrize(("data", "expected"), [(b"", 0), (b"a", 1), (b"a\n", 1), (b"a\nb", 2), (b"\n\n", 2)])
-def test_lines_are_counted_with_and_without_a_last_newline(tmp_path: Path, data: bytes, expected: int) -> None:
-    path = tmp_path / "lines"
-    path.write_bytes(data)
-    assert count_lines(path) == expected
-
-
-def partial_of(target: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in target.parent.glob(f".{target.name}.*"))

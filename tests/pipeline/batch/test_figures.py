@@ -29,7 +29,12 @@ def records_of(directory: BatchDirectory, *lines: FinishedLine) -> NDArray[np.vo
 
 
 def served(index: int, **figures: Any) -> FinishedLine:
-    named = {"prompt_tokens": 10, "output_tokens": 5, "ttft_us": 1_000_000, "latency_us": 2_000_000}
+    named: dict[str, Any] = {
+        "prompt_tokens": 10,
+        "output_tokens": 5,
+        "ttft_us": 1_000_000,
+        "latency_us": 2_000_000,
+    }
     return finished(index, **named | figures)
 
 

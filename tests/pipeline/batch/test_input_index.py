@@ -110,8 +110,7 @@ def test_a_line_that_was_changed_is_noticed_when_it_is_read(tmp_path: Path, chan
     build_index(source, index)
     source.write_bytes(changed)
     with InputLines(source, index) as lines, pytest.raises(InputChanged, match=where):
-        for position in range(len(lines)):
-            lines.read(position, MODEL)
+        [lines.read(position, MODEL) for position in range(len(lines))]
 
 
 def test_a_copy_under_the_same_name_is_the_same_input(tmp_path: Path) -> None:

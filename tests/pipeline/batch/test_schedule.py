@@ -65,8 +65,8 @@ async def test_the_steps_of_a_state_are_asked_for_once(
     scheduler: BatchScheduler, arq: ArqRedis, raw_redis: Redis, namespace: str
 ) -> None:
     keys = Keys(namespace)
-    record: dict[Any, Any] = {"state": "in_progress", "id": "batch_1"}
-    await raw_redis.hset(keys.batch("batch_1"), mapping=record)
+    raw: Any = raw_redis
+    await raw.hset(keys.batch("batch_1"), mapping={"state": "in_progress", "id": "batch_1"})
     store = BatchStore(raw_redis, "test", keys)
     for _ in range(2):
         await scheduler.drive(store, "batch_1", "in_progress")

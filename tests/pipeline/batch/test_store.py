@@ -124,7 +124,8 @@ async def test_an_unknown_batch_is_said_so(store: BatchStore) -> None:
 @pytest.mark.parametrize("state", BATCH_STATES)
 async def test_a_move_happens_only_from_where_it_may(store: BatchStore, raw_redis: Redis, state: BatchState) -> None:
     await create(store)
-    await raw_redis.hset(store.keys.batch(ID), "state", state)  # pyright: ignore[reportGeneralTypeIssues]
+    raw: Any = raw_redis
+    await raw.hset(store.keys.batch(ID), "state", state)
     origins: list[BatchState] = ["in_progress", "cancelling"]
     assert await store.move(ID, origins, "finalizing", {"ending": "completed"}) == (
         "finalizing" if state in origins else state
@@ -241,8 +242,8 @@ async def revived(store: BatchStore, step: StepName = "feed") -> int:
     return number
 
 
-async def expire_lease(store: BatchStore, raw: Redis, step: StepName = "feed") -> None:
-    await raw.hset(store.keys.batch(ID), f"{step}_until_ms", 1)  # pyright: ignore[reportGeneralTypeIssues]
+async def expire_lease(store: BatchStore, raw: Any, step: StepName = "feed") -> None:
+    await raw.hset(store.keys.batch(ID), f"{step}_until_ms", 1)
 
 
 async def test_one_job_has_a_turn_and_renews_it(store: BatchStore) -> None:
@@ -300,8 +301,8 @@ async def test_a_clock_that_is_set_back_stops_no_step(store: BatchStore, raw_red
     await begin(store)
     await store.begin(turn(await revived(store)))
     now_ms, _ = await store.survey()
-    far_ms = now_ms + 3_600_000
-    await raw_redis.hset(store.keys.batch(ID), "feed_until_ms", far_ms)  # pyright: ignore[reportGeneralTypeIssues]
+    raw: Any = raw_redis
+    await raw.hset(store.keys.batch(ID), "feed_until_ms", now_ms + 3_600_000)
     assert await store.begin(turn(await revived(store))) == "ok"
 
 

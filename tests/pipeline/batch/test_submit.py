@@ -147,7 +147,7 @@ def test_two_at_once_find_the_same_batch(prepare_: Prepare) -> None:
 @pytest.mark.parametrize("data", [b"", b"\n \n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n"])
 def test_an_input_without_requests_is_refused(prepare_: Prepare, source: Path, batches: Path, data: bytes) -> None:
     source.write_bytes(data)
-    with pytest.raises(InvalidRequest, match="input: .* has no requests"):
+    with pytest.raises(InvalidRequest, match=r"input: .* has no requests"):
         prepare_()
     assert names_in(batches) <= {".lock"}
 
@@ -175,7 +175,7 @@ def test_an_output_that_cannot_be_a_file_is_refused(
     for path, problem in cases.items():
         with pytest.raises(InvalidRequest, match=f"{name}: .*{problem}"):
             prepare_(**{field: path})
-    with pytest.raises(OSError, match="Not a directory|exists"):
+    with pytest.raises(OSError, match=r"Not a directory|exists"):
         prepare_(**{field: source / "out.jsonl"})
 
 

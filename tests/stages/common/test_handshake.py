@@ -55,3 +55,11 @@ async def test_a_process_that_died_is_no_obstacle_for_long() -> None:
     await stack.announce("prefill", "a", PARTS)
     stack.clock.now += REGISTRATION_TTL_S
     await stack.announce("prefill", "b", PARTS | {"codec": "raw"})
+
+
+@pytest.mark.parametrize("info", [b"", b"\x80", b"\x93\x01\x02\x03", b"\x81\xa5parts\x01", b"\xc1"])
+async def test_a_registration_that_says_nothing_known_is_no_obstacle(info: bytes) -> None:
+    stack = Stack()
+    other = MemoryTransport(stack.queues, TransportOptions("other"))
+    await other.register("gateway", info, REGISTRATION_TTL_S)
+    await stack.announce("decode", "a", PARTS)

@@ -1,4 +1,4 @@
-"""A jobs process that kills itself, as kill -9 does, at one point of one step: `dying.py NAMESPACE URL DIRECTORY POINT`.
+"""A jobs process that kills itself at one point of one step: `dying.py NAMESPACE URL DIRECTORY POINT`.
 
 With short waits, and without what the other stages need: it is the bench's jobs process in a process of its own.
 """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def ids() -> list[str]:
     return [f"id-{number}" for number in range(NUM_LINES - 1)]
 
 
-async def collected(bench: JobsBench, jobs: Jobs, source: Path, **fields: object) -> str:
+async def collected(bench: JobsBench, jobs: Jobs, source: Path, **fields: Any) -> str:
     """A batch of which everything is collected and nothing written."""
     batch_id = await bench.submit(source, **fields)
     async with bench.answering():
@@ -58,6 +59,10 @@ async def test_a_full_disk_leaves_nothing_half_done_and_once_it_is_not_the_batch
         await bench.drive(jobs, batch_id, until=lambda record: record.state == "finalizing")
         assert (await bench.store.read(batch_id)).admitted == 0  # nothing was done again
         await finish(bench, jobs, batch_id)
+
+
+def move(path: Path, to: Path) -> None:
+    path.rename(to)
 
 
 def block(path: Path) -> None:
@@ -95,12 +100,12 @@ async def test_a_directory_that_is_gone_is_said_so(bench: JobsBench, source: Pat
 
 
 async def test_an_input_that_is_gone_by_then_is_said_so(bench: JobsBench, source: Path) -> None:
-    data = source.read_bytes()
+    away = source.with_name("away.jsonl")
     async with bench.jobs() as jobs:
         batch_id = await collected(bench, jobs, source)
-        source.unlink()
+        move(source, away)
         assert (await bench.drive(jobs, batch_id, until=lambda record: record.is_over)).state == "failed"
-        source.write_bytes(data)
+        move(away, source)
         await bench.submit(source)
         await finish(bench, jobs, batch_id)
 

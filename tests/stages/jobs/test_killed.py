@@ -4,7 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,15 @@ HANGING = [chat("one"), chat("hangs", HANG_WORD), chat("hangs too", HANG_WORD)]
 
 @asynccontextmanager
 async def bench_of(url: str, namespace: str, directory: Path, raw: Redis) -> AsyncIterator[JobsBench]:
-    directory.mkdir()
+    make(directory)
     settings = Settings(redis_url=url, namespace=namespace, home=directory / "home")
     async with JobsBench(settings, directory, raw) as bench:
         yield bench
     await delete_keys(raw, namespace)
+
+
+def make(directory: Path) -> None:
+    directory.mkdir()
 
 
 async def killed_jobs(bench: JobsBench, point: str) -> None:
@@ -88,7 +92,7 @@ async def dies_and_goes_on(bench: JobsBench, point: str) -> None:
 
 def is_right(record: BatchRecord, point: str, num_lines: int) -> None:
     ending: dict[str, BatchState] = {"cancel": "cancelled", "expire": "expired"}
-    assert record.state == ending.get(point.split(":")[0], "completed"), (point, record)
+    assert record.state == ending.get(point.partition(":")[0], "completed"), (point, record)
     assert (record.total, record.admitted, record.collected) == (num_lines, num_lines, num_lines), (point, record)
     assert (record.succeeded, record.failed) == ((1, 2) if num_lines == 3 else (3, 1)), (point, record)
 
@@ -166,10 +170,8 @@ async def test_killed_at_any_call_to_the_server(
         elif ending == "expired":
             await bench.store.move(batch_id, ["in_progress"], "expiring")
         mortal, calls = dying(jobs, num_calls, after=after)
-        try:
+        with suppress(Killed):
             await bench.drive(mortal, batch_id, until=lambda record: record.is_over)
-        except Killed:
-            pass
         record = await bench.drive(jobs, batch_id, until=lambda record: record.is_over)
         is_right(record, "cancel" if ending == "cancelled" else "expire" if ending == "expired" else "", record.total)
         assert ids_in(target) == (["one", "two", "three"] if ending == "completed" else ["one"])
