@@ -222,9 +222,10 @@ class BatchStore:
     # Lines
 
     async def feed(
-        self, batch_id: str, cursor: int, kind: FeedKind, payload: bytes = b"", max_queue: int = MAX_QUEUE
+        self, turn: StepTurn, cursor: int, kind: FeedKind, payload: bytes = b"", max_queue: int = MAX_QUEUE
     ) -> FeedReply:
-        """Feed the line at the cursor, which moves on with it."""
+        """Feed the line at the cursor, which moves on with it; the turn must be one of feed."""
+        batch_id = turn.batch_id
         keys = [
             self.keys.batch(batch_id),
             self.keys.batch_done(batch_id),
@@ -233,7 +234,7 @@ class BatchStore:
             self.keys.stream("tokenizer", "batch"),
             self.keys.stream("prefill", "batch"),
         ]
-        reply: bytes = await self._calls.script("batch_feed", keys, [cursor, kind, payload, max_queue])
+        reply: bytes = await self._calls.script("batch_feed", keys, [cursor, kind, payload, max_queue, turn.nonce])
         return cast("FeedReply", reply.decode())
 
     async def room(self, batch_id: str, window: int) -> int:
@@ -253,12 +254,22 @@ class BatchStore:
             return []
         return [DoneLine(entry_id.decode(), int(fields[b"line"])) for entry_id, fields in reply[0][1]]
 
-    async def results(self, batch_id: str, lines: Sequence[DoneLine]) -> list[list[tuple[bytes, bytes]]]:
-        """Return the result streams of lines, each as (entry id, payload), in one round trip."""
-        streams = [self.keys.results(line_request_id(batch_id, line.index)) for line in lines]
-        asked = [["XRANGE", stream, "-", "+"] for stream in streams]
+    async def results(self, batch_id: str, lines: Sequence[DoneLine]) -> dict[int, list[tuple[bytes, bytes]]]:
+        """Return the result streams of lines by index, each as (entry id, payload), in one round trip.
+
+        Lines that do not wait to be collected any more are left out: the server lost its data meanwhile.
+        """
+        if not lines:
+            return {}
+        done, streams = self.keys.batch_done(batch_id), [line_request_id(batch_id, line.index) for line in lines]
+        asked = [["XRANGE", self.keys.results(stream), "-", "+"] for stream in streams]
+        asked += [["XRANGE", done, line.entry_id, line.entry_id] for line in lines]
         reply = await commands(self._calls, self._client, asked, "results")
-        return [[(entry_id, fields[b"p"]) for entry_id, fields in entries] for entries in reply]
+        return {
+            line.index: [(entry_id, fields[b"p"]) for entry_id, fields in entries]
+            for line, entries, still_waits in zip(lines, reply[: len(lines)], reply[len(lines) :], strict=True)
+            if still_waits
+        }
 
     async def acknowledge(self, batch_id: str, lines: Sequence[Collected]) -> BatchState:
         """Count lines whose results are on the disk, and return the batch's state: finalizing when all are.

@@ -1,19 +1,20 @@
 #!lua
--- Feeds the next line of a batch: guarantees that each line is fed once, by moving the cursor in the same step,
--- and only while the batch is in progress. A line that cannot become a request goes straight to the lines that
--- are done, with its error. Without allow-oom, as every admission.
+-- Feeds the next line of a batch: guarantees that each line is fed once, by moving the cursor in the same step, only
+-- while the batch is in progress, and only by the one whose turn it is to feed: another may know less of what is
+-- finished. A line that cannot become a request goes straight to the lines that are done, with its error. Without
+-- allow-oom, as every admission.
 --
 -- KEYS  batch, done stream, request, results, tokenizer stream, prefill stream
 -- ARGV  cursor (the line), kind: 'request' | 'refused' | 'skip', payload (of the request, or empty),
---       max_queue
--- reply 'ok' | 'busy' | 'moved' (the cursor is elsewhere, or the batch is not in progress)
+--       max_queue, nonce of the turn
+-- reply 'ok' | 'busy' | 'moved' (the cursor is elsewhere, the batch is not in progress, or the turn is over)
 local batch, done, request, results, tokenizer, prefill = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local cursor, kind, payload, max_queue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local cursor, kind, payload, max_queue, nonce = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
 
 -- include: ending.lua
 
-local fields = redis.call('HMGET', batch, 'state', 'cursor')
-if fields[1] ~= 'in_progress' or (fields[2] or '0') ~= cursor then
+local fields = redis.call('HMGET', batch, 'state', 'cursor', 'feed_nonce')
+if fields[1] ~= 'in_progress' or (fields[2] or '0') ~= cursor or fields[3] ~= nonce then
   return 'moved'
 end
 if kind == 'request' then

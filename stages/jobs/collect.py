@@ -5,7 +5,7 @@ crash harmless: bytes, record, acknowledgement. Whoever comes after it finds lin
 acknowledged, and only acknowledges them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from pipeline import wire
 from pipeline.batch.input_index import InputLines
@@ -44,10 +44,10 @@ async def collect(turn: Turn) -> None:
         while state in states_of("collect") and not turn.is_over:
             done = await store.wait_done(record.id, EPOCH, PAGE, BLOCK_S)
             fresh = [line for line in done if journal.reason(line.index) is None]
-            streams = await store.results(record.id, fresh) if fresh else []
+            streams = await store.results(record.id, fresh)
             # Asked for after the results: a line that the batch's end cut off was so after the state said it.
-            dropping = bool(fresh) and await store.acknowledge(record.id, []) != "in_progress"
-            finished = await turn.in_thread(_finish, turn, lines, fresh, streams, dropping=dropping)
+            dropping = bool(streams) and await store.acknowledge(record.id, []) != "in_progress"
+            finished = await turn.in_thread(_finish, turn, lines, streams, dropping=dropping)
             await turn.in_thread(journal.append, finished)
             tokens = {line.index: (line.prompt_tokens, line.output_tokens) for line in finished}
             state = await store.acknowledge(record.id, [_collected(line, journal, tokens) for line in done])
@@ -61,12 +61,9 @@ def _collected(line: DoneLine, journal: Journal, tokens: dict[int, tuple[int, in
 
 
 def _finish(
-    turn: Turn, lines: InputLines, done: Sequence[DoneLine], streams: Sequence[StreamEntries], *, dropping: bool
+    turn: Turn, lines: InputLines, streams: Mapping[int, StreamEntries], *, dropping: bool
 ) -> list[FinishedLine]:
-    finished = (
-        _finished_line(turn, lines, line.index, entries, dropping=dropping)
-        for line, entries in zip(done, streams, strict=True)
-    )
+    finished = (_finished_line(turn, lines, index, entries, dropping=dropping) for index, entries in streams.items())
     return [line for line in finished if line is not None]
 
 

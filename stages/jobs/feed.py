@@ -46,7 +46,7 @@ async def feed(turn: Turn) -> None:
             payloads = await turn.in_thread(_read, turn, lines, page, finished)
             fed = await _feed_page(turn, cursor, payloads)
             cursor += fed
-            if fed < len(page):
+            if fed < len(page):  # the queue was full; or an answer was lost, and the line was fed all the same
                 record = await turn.jobs.store.read(record.id)
                 if record.state != "in_progress":
                     return
@@ -54,12 +54,14 @@ async def feed(turn: Turn) -> None:
 
 
 async def _feed_page(turn: Turn, cursor: int, payloads: Sequence[tuple[FeedKind, bytes]]) -> int:
-    """Return how many of the lines were fed: fewer where the queue is full or somebody else moved the cursor."""
-    jobs, record = turn.jobs, turn.record
+    """Return how many of the lines were fed."""
+    jobs = turn.jobs
     for position, (kind, payload) in enumerate(payloads):
-        reply = await jobs.store.feed(record.id, cursor + position, kind, payload, jobs.max_queue)
+        reply = await jobs.store.feed(turn.lease, cursor + position, kind, payload, jobs.max_queue)
         if reply == "busy":
             await asyncio.sleep(ADMIT_RETRY_S)
+        elif reply == "moved":
+            await asyncio.sleep(ROOM_POLL_S)
         if reply != "ok":
             return position
     return len(payloads)

@@ -48,9 +48,10 @@ class Jobs:
 class Turn:
     """What a step knows about its own turn."""
 
-    def __init__(self, jobs: Jobs, record: BatchRecord) -> None:
+    def __init__(self, jobs: Jobs, record: BatchRecord, lease: StepTurn) -> None:
         self.jobs = jobs
         self.record = record
+        self.lease = lease
         self.directory = BatchDirectory(Path(record.directory))
         self._until = monotonic_s() + SLICE_S
         self.lost = False
@@ -102,7 +103,7 @@ async def take_turn(jobs: Jobs, name: StepName, step: Step, batch_id: str, numbe
 
 
 async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
-    mine = Turn(jobs, await jobs.store.read(turn.batch_id))
+    mine = Turn(jobs, await jobs.store.read(turn.batch_id), turn)
     renewing = asyncio.create_task(_renew(jobs.store, turn, mine))
     try:
         await step(mine)

@@ -96,7 +96,7 @@ def test_services_have_the_same_settings_and_start_with_them(monkeypatch: pytest
         if name.startswith(PREFIX):
             monkeypatch.setenv(name, value)
     found = set[str]()
-    for service in (*STAGES, "model", "cli"):
+    for service in (*STAGES, "model"):
         with monkeypatch.context() as container:
             for name, value in SERVICES[service]["environment"].items():
                 container.setenv(name, "" if value is None else str(value))
@@ -147,9 +147,9 @@ def test_everybody_is_the_user_to_whom_volumes_belong() -> None:
 def test_volumes_are_where_the_settings_say() -> None:
     environment = image_environment()
     home, pool = f"home:{environment['SLUICE_HOME']}", f"kv:{environment['SLUICE_KV_POOL_DIR']}"
-    for stage in (*STAGES, "cli"):
+    for stage in STAGES:
         assert SERVICES[stage]["volumes"] == [home, pool]
-    assert SERVICES["model"]["volumes"] == [home]
+    assert SERVICES["model"]["volumes"] == SERVICES["cli"]["volumes"] == [home]
     [created] = re.findall(r"install --directory --owner=sluice --group=sluice --mode=0700 ([^\n]*)", DOCKERFILE)
     assert {environment["SLUICE_HOME"], environment["SLUICE_KV_POOL_DIR"]} <= set(created.split())
 
@@ -169,6 +169,14 @@ def test_stopping_ends_feeders_first_and_waits_for_the_longest_drain() -> None:
     for stage in STAGES:
         assert seconds(SERVICES[stage]["stop_grace_period"]) > max(LEAVE_GRACE_S, STEP_TIMEOUT_S)
         assert SERVICES[stage]["depends_on"]["valkey"] == {"condition": "service_healthy"}
+
+
+def test_commands_have_the_settings_of_the_stack_but_not_its_pool() -> None:
+    environment = dict(SERVICES["cli"]["environment"])
+    pool = environment.pop("SLUICE_KV_POOL_DIR")
+    assert environment == SERVICES["decode"]["environment"]
+    assert pool != image_environment()["SLUICE_KV_POOL_DIR"]
+    assert Path(pool).parent == Path(SERVICES["cli"]["tmpfs"][0])
 
 
 def test_stages_can_be_scaled() -> None:

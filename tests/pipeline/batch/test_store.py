@@ -19,12 +19,14 @@ from pipeline.batch.store import (
     BatchStore,
     Collected,
     DoneLine,
+    FeedKind,
+    FeedReply,
     StepTurn,
     later,
     line_request_id,
     new_nonce,
 )
-from pipeline.keys import BATCH_TTL_S, RESULT_TTL_S, Keys
+from pipeline.keys import BATCH_TTL_S, MAX_QUEUE, RESULT_TTL_S, Keys
 from pipeline.messages import Terminal
 from pipeline.transport import Finish, Transaction, Transport
 from pipeline.wire import pack
@@ -32,6 +34,7 @@ from tests.pipeline.batch.files import new_manifest
 from tests.pipeline.benches import RedisBench, take, take_one
 
 ID = "batch_1"
+FEEDER = "whose turn it is"
 TERMINAL = pack(Terminal(finish_reason="stop"))
 CANCELLED = pack(Terminal(finish_reason="cancelled"))
 Leftovers = Callable[[], Awaitable[list[str]]]
@@ -61,12 +64,20 @@ async def create(store: BatchStore, batch_id: str = ID, **counts: int) -> BatchR
 async def begin(store: BatchStore, total: int = 3) -> None:
     """A batch in progress."""
     await create(store)
-    assert await store.move(ID, ["validating"], "in_progress", {"total": total}) == "in_progress"
+    fields: dict[str, Any] = {"total": total, "feed_nonce": FEEDER}
+    assert await store.move(ID, ["validating"], "in_progress", fields) == "in_progress"
 
 
 async def feed(store: BatchStore, *indexes: int) -> None:
     for index in indexes:
-        assert await store.feed(ID, index, "request", pack_index(index)) == "ok"
+        assert await feed_one(store, index, "request", pack_index(index)) == "ok"
+
+
+async def feed_one(
+    store: BatchStore, index: int, kind: FeedKind, payload: bytes = b"", max_queue: int = MAX_QUEUE
+) -> FeedReply:
+    """Feed a line, as the one whose turn it is."""
+    return await store.feed(turn(0, "feed", FEEDER), index, kind, payload, max_queue)
 
 
 def pack_index(index: int) -> bytes:
@@ -156,7 +167,7 @@ async def test_a_batch_that_is_over_goes_away_after_a_day(
     store: BatchStore, raw_redis: Redis, leftovers: Leftovers, ending: BatchState
 ) -> None:
     await begin(store)
-    await store.feed(ID, 0, "refused")
+    await feed_one(store, 0, "refused")
     assert len(await leftovers()) == 3  # record, index and done lines, while it goes on
     await store.move(ID, ["in_progress"], ending)
     assert await leftovers() == []
@@ -211,7 +222,7 @@ async def test_cancelled_before_it_begins_it_does_not_begin(store: BatchStore) -
     assert await store.cancel(ID)
     assert (await store.read(ID)).state == "validating"
     assert await store.move(ID, ["validating"], "in_progress", {"total": 3}) == "cancelling"
-    assert await store.feed(ID, 0, "request") == "moved"
+    assert await feed_one(store, 0, "request") == "moved"
 
 
 async def test_cancelled_in_progress_it_is_told_so_as_often_as_asked(store: BatchStore) -> None:
@@ -345,13 +356,36 @@ def test_a_lease_outlasts_renewals_that_fail() -> None:
 async def test_each_line_is_fed_once_and_in_order(store: BatchStore, stage: Transport) -> None:
     await begin(store)
     await feed(store, 0)
-    assert await store.feed(ID, 0, "request", b"again") == "moved"
-    assert await store.feed(ID, 2, "request", b"too early") == "moved"
+    assert await feed_one(store, 0, "request", b"again") == "moved"
+    assert await feed_one(store, 2, "request", b"too early") == "moved"
     await feed(store, 1)
     record = await store.read(ID)
     assert (record.cursor, record.admitted) == (2, 2)
     assert [delivery.payload for delivery in await take(stage, "tokenizer", 2)] == [pack_index(0), pack_index(1)]
     assert await stage.queue_length("tokenizer", "batch") == 2
+
+
+async def test_only_the_one_whose_turn_it_is_feeds(store: BatchStore, stage: Transport) -> None:
+    await begin(store)
+    stale = turn(await revived(store))
+    assert await store.begin(stale) == "ok"
+    await store.end(stale)
+    mine = turn(await revived(store))
+    assert await store.feed(mine, 0, "request", b"x") == "moved"  # not begun
+    assert await store.begin(mine) == "ok"
+    assert await store.feed(stale, 0, "request", b"x") == "moved"
+    assert await store.feed(mine, 0, "request", b"x") == "ok"
+    assert await stage.queue_length("tokenizer", "batch") == 1
+
+
+async def test_no_turn_of_a_lost_record_is_one_of_the_new_record(store: BatchStore, raw_redis: Redis) -> None:
+    numbers: list[int] = []
+    for _ in range(3):
+        await begin(store)
+        numbers.append(await revived(store))
+        await raw_redis.delete(store.keys.batch(ID))
+        await asyncio.sleep(0.002)  # the server's clock moves
+    assert len(set(numbers)) == 3
 
 
 async def test_lines_go_to_the_queue_of_batches(store: BatchStore, stage: Transport) -> None:
@@ -365,23 +399,23 @@ async def test_lines_go_to_the_queue_of_batches(store: BatchStore, stage: Transp
 async def test_nothing_is_fed_unless_it_is_in_progress(store: BatchStore, stage: Transport, state: BatchState) -> None:
     await begin(store)
     await store.move(ID, ["in_progress"], state)
-    assert await store.feed(ID, 0, "request", b"x") == "moved"
+    assert await feed_one(store, 0, "request", b"x") == "moved"
     assert await stage.queue_length("tokenizer", "batch") == 0
-    assert await store.feed("batch_unknown", 0, "request", b"x") == "moved"
+    assert await store.feed(StepTurn("batch_unknown", "feed", 0, FEEDER), 0, "request", b"x") == "moved"
 
 
 async def test_a_full_queue_takes_no_line(store: BatchStore) -> None:
     await begin(store)
     await feed(store, 0)
-    assert await store.feed(ID, 1, "request", b"x", max_queue=1) == "busy"
+    assert await feed_one(store, 1, "request", b"x", max_queue=1) == "busy"
     assert (await store.read(ID)).cursor == 1
-    assert await store.feed(ID, 1, "refused", max_queue=1) == "ok"
+    assert await feed_one(store, 1, "refused", max_queue=1) == "ok"
 
 
 async def test_a_wrong_line_is_done_at_once_and_a_finished_one_is_passed_over(store: BatchStore) -> None:
     await begin(store)
-    assert await store.feed(ID, 0, "skip") == "ok"
-    assert await store.feed(ID, 1, "refused") == "ok"
+    assert await feed_one(store, 0, "skip") == "ok"
+    assert await feed_one(store, 1, "refused") == "ok"
     record = await store.read(ID)
     assert (record.cursor, record.admitted) == (2, 1)
     assert [line.index for line in await done(store)] == [1]
@@ -398,7 +432,8 @@ async def test_a_line_that_ends_waits_to_be_collected_and_keeps_its_results_so_l
     request = line_request_id(ID, 0)
     for key in (store.keys.request(request), store.keys.results(request)):
         assert await raw_redis.ttl(key) == -1
-    assert await store.results(ID, lines) == [[(b"1-0", TERMINAL)], [(b"1-0", TERMINAL)]]
+    assert await store.results(ID, lines) == {0: [(b"1-0", TERMINAL)], 1: [(b"1-0", TERMINAL)]}
+    assert await store.results(ID, []) == {}
     collected = [Collected(lines[0], "succeeded", 3, 4), Collected(lines[1], "failed", 5, 6)]
     assert await store.acknowledge(ID, collected) == "finalizing"
     for key in (store.keys.request(request), store.keys.results(request)):
@@ -420,6 +455,18 @@ async def test_a_line_is_counted_once_however_often_it_is_acknowledged(store: Ba
     record = await store.read(ID)
     assert (record.collected, record.succeeded, record.output_tokens) == (1, 1, 1)
     assert await done(store) == []
+
+
+async def test_results_that_went_with_the_servers_data_are_not_taken_for_empty_ones(
+    store: BatchStore, stage: Transport, raw_redis: Redis
+) -> None:
+    await begin(store)
+    await feed(store, 0, 1)
+    await end(stage, 2)
+    lost, kept = await done(store)
+    await raw_redis.xdel(store.keys.batch_done(ID), lost.entry_id)
+    await raw_redis.delete(*(store.keys.results(line_request_id(ID, index)) for index in (0, 1)))
+    assert await store.results(ID, [lost, kept]) == {1: []}
 
 
 async def test_waiting_ends_with_the_first_line(store: BatchStore, stage: Transport) -> None:
@@ -477,7 +524,7 @@ async def test_lines_in_flight_are_bounded_and_so_are_those_that_nobody_collects
     await end(stage, 2)
     assert await store.room(ID, window) == 2
     for index in range(3, KEPT_WINDOWS * window):
-        await store.feed(ID, index, "refused")
+        await feed_one(store, index, "refused")
     assert await store.room(ID, window) == 0
     lines = await done(store)
     await store.acknowledge(ID, [Collected(lines[0], "succeeded")])
@@ -564,7 +611,7 @@ async def test_a_line_that_was_cancelled_or_lost_its_results_begins_anew(
     await feed(store, 0, 1)
     assert await done(store) == []
     await end(stage, 2)
-    assert await store.results(ID, await done(store)) == [[(b"1-0", TERMINAL)], [(b"1-0", TERMINAL)]]
+    assert await store.results(ID, await done(store)) == {0: [(b"1-0", TERMINAL)], 1: [(b"1-0", TERMINAL)]}
 
 
 async def test_a_line_of_a_batch_that_is_gone_expires_by_itself(
@@ -581,7 +628,7 @@ async def test_lines_that_a_lost_record_left_are_not_counted_for_the_new_one(
     store: BatchStore, raw_redis: Redis
 ) -> None:
     await begin(store, total=2)
-    await store.feed(ID, 0, "refused")
+    await feed_one(store, 0, "refused")
     await raw_redis.delete(store.keys.batch(ID))
     await begin(store, total=2)
     assert await done(store) == []

@@ -17,7 +17,7 @@ from pipeline.batch.errors import BatchFilesDamaged, BatchMismatch
 from pipeline.batch.journal import Journal
 from pipeline.batch.options import BatchOptions
 from pipeline.batch.record import BatchState
-from pipeline.batch.store import BatchStore, line_request_id
+from pipeline.batch.store import BatchStore, StepTurn, line_request_id
 from pipeline.batch.submit import GivenUp, Prepared, end_given_up, prepare, submit
 from pipeline.errors import InvalidRequest
 from pipeline.keys import Keys
@@ -387,9 +387,9 @@ async def test_lines_in_flight_of_a_batch_that_was_given_up_end_without_a_trace(
     stage = await redis_bench.join()
     first = prepare_()
     batch_id = await submit(store, first)
-    await in_state(store, batch_id, "in_progress", total=3)
+    await in_state(store, batch_id, "in_progress", total=3, feed_nonce="mine")
     for index in range(3):
-        await store.feed(batch_id, index, "request", str(index).encode())
+        await store.feed(StepTurn(batch_id, "feed", 0, "mine"), index, "request", str(index).encode())
     terminal = pack(Terminal(finish_reason="stop"))
     over = await take_one(stage, "tokenizer")
     effects = (Finish(terminal, "finished"),)
