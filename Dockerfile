@@ -18,7 +18,7 @@ WORKDIR /src
 RUN python -m venv /opt/sluice && /opt/sluice/bin/pip install "torch==${TORCH}"
 # What changes with every commit comes last: a new build then fetches no package again.
 COPY pyproject.toml ./
-RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+RUN python -c 'import tomllib as t; print(*t.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
         > requirements.txt \
     && /opt/sluice/bin/pip install --requirement requirements.txt
 COPY LICENSE README.md Procfile ./

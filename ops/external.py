@@ -9,6 +9,7 @@ import time
 from contextlib import AsyncExitStack
 from typing import ClassVar
 
+from ops.leftovers import is_dead_here
 from ops.serving import Serving
 from pipeline.connect import open_transport
 from pipeline.errors import ServerError, SluiceError
@@ -16,6 +17,8 @@ from pipeline.keys import STAGES
 from pipeline.settings import Settings
 from pipeline.transport import Transport
 
+OWN_STACK = "stack"
+"""What a command registers whose stages are for itself alone."""
 POLL_S = 5.0
 MISSING_S = 120.0  # a stage that is restarted loads its model in less
 
@@ -25,6 +28,13 @@ class StageMissing(SluiceError):  # noqa: N818 - reads as the fact it states
 
     retryable: ClassVar[bool] = True
     code: ClassVar[str] = "stage_missing"
+
+
+class StackIncomplete(SluiceError):  # noqa: N818
+    """Some stages of the stack are there, and some are not."""
+
+    retryable: ClassVar[bool] = True
+    code: ClassVar[str] = "stack_incomplete"
 
 
 class ExternalStack(Serving):
@@ -66,15 +76,28 @@ async def missing_stages(transport: Transport) -> tuple[str, ...]:
 
 
 async def external_stack(settings: Settings) -> bool:
-    """Return whether SLUICE_REDIS_URL leads to a stack that is complete.
+    """Return whether SLUICE_REDIS_URL leads to a stack that somebody else runs.
+
+    Stages that another command has started for itself are none: they end with it (OWN_STACK).
 
     Raises:
+        StackIncomplete: some of its stages are missing. Stages of our own beside the others would be in their way: at
+            the end we would sweep a pool that is theirs.
         ServerError: the server cannot be used.
     """
     if settings.redis_url is None:
         return False
     transport = await open_transport(settings)
     try:
-        return not await missing_stages(transport)
+        present = {process.stage for process in await transport.processes() if not is_dead_here(process)}
     finally:
         await transport.close()
+    missing = [stage for stage in STAGES if stage not in present]
+    if OWN_STACK in present or len(missing) == len(STAGES):
+        return False
+    if missing:
+        raise StackIncomplete(
+            f"the stack at SLUICE_REDIS_URL has no process of {', '.join(missing)} at the moment; "
+            "start what is missing, or use a SLUICE_NAMESPACE of your own"
+        )
+    return True

@@ -44,8 +44,7 @@ class Leftovers:
         fit to them.
         """
         for process in processes:
-            host, pid = host_and_pid(process)
-            if host == socket.gethostname() and pid is not None and not _is_alive(pid):
+            if is_dead_here(process):
                 await self._redis.delete(self._keys.process(process.stage, process.consumer))
 
     async def remove_entries(self, request_ids: Collection[str]) -> int:
@@ -90,6 +89,12 @@ def host_and_pid(process: Process) -> tuple[str, int | None]:
     """Return where a registered process runs; its consumer's name is host:pid:random, unless it chose one."""
     name = process.consumer.rsplit(":", 2)
     return name[0], int(name[1]) if len(name) == 3 and name[1].isdigit() else None
+
+
+def is_dead_here(process: Process) -> bool:
+    """Return whether a registered process was one of this host and has ended without a goodbye."""
+    host, pid = host_and_pid(process)
+    return host == socket.gethostname() and pid is not None and not _is_alive(pid)
 
 
 def _is_alive(pid: int) -> bool:

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Mapping, Set
+from collections.abc import Awaitable, Collection, Mapping, Set
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from ops.external import ExternalStack, external_stack
+from ops.external import OWN_STACK, ExternalStack, external_stack
 from ops.leftovers import Leftovers, host_and_pid
 from ops.pool_share import PoolShare
 from ops.running import AttachedStack, find_advert
@@ -33,6 +33,7 @@ from pipeline.errors import SluiceError
 from pipeline.keys import POOLED_STAGES, STAGES
 from pipeline.settings import PREFIX, Settings
 from pipeline.transport import Transport
+from stages.common.handshake import Registration
 from stages.gguf.model_files import check_gguf, resolve
 
 GRACE_S = 15.0  # an engine step and a lease, which is as long as handing work back may take
@@ -50,9 +51,11 @@ class Stack(Serving):
         replicas: Mapping[str, int] | None = None,
         *,
         procfile: Path | None = None,
+        without: Collection[str] = (),
         policy: RestartPolicy | None = None,
         echo: Echo | None = None,
         warn: Warn = warn_on_stderr,
+        passing: bool = False,
     ) -> None:
         """Plan a stack; entering it starts it.
 
@@ -60,16 +63,20 @@ class Stack(Serving):
             settings: of this process; the stages get the same.
             replicas: how many processes of each stage; one by default.
             procfile: which stages there are; the project's own by default.
+            without: stages of these that are not needed.
             policy: when a stage is restarted and when it is given up.
             echo: gets the lines that the stages log, besides their files.
             warn: gets a sentence for what should not be but stops nothing.
+            passing: it is there for one command only, and says so to others that look for a stack.
         """
         super().__init__(settings, warn)
         self.supervisor: Supervisor | None = None
         self._replicas = dict(replicas or {})
         self._procfile = procfile or default_procfile()
+        self._without = frozenset(without)
         self._policy = policy
         self._echo = echo
+        self._passing = passing
         self._valkey: EmbeddedValkey | None = None
 
     @property
@@ -103,17 +110,25 @@ class Stack(Serving):
         starting.push_async_callback(leftovers.close)
         starting.push_async_callback(self._clear_up, share, leftovers)
         await leftovers.drop_dead_processes(await transport.processes())
+        if self._passing:
+            await self._say_passing(transport, starting)
         self.supervisor = self._plan_stages(transport)
         starting.push_async_callback(self._stop_stages, self.supervisor, leftovers)
         await self.supervisor.start()
         starting.push_async_callback(self._cancel_unfinished)
         await self.watched(self.supervisor.wait_ready())
 
+    async def _say_passing(self, transport: Transport, starting: AsyncExitStack) -> None:
+        registration = Registration(transport, OWN_STACK, {})
+        await registration.announce()
+        keeping = asyncio.create_task(registration.keep())
+        starting.push_async_callback(_end, keeping)
+
     def _plan_stages(self, transport: Transport) -> Supervisor:
         around = Surroundings(
             stage_environment(self.settings), self._procfile.parent, self.settings.home / "logs", self._echo
         )
-        lines = read_procfile(self._procfile)
+        lines = [line for line in read_procfile(self._procfile) if line.stage not in self._without]
         return Supervisor(lines, self._replicas, around, lambda: _local_pids(transport), self._policy)
 
     async def _stop_stages(self, supervisor: Supervisor, leftovers: Leftovers) -> None:
@@ -179,6 +194,11 @@ async def _first(watchers: list[Awaitable[SluiceError]]) -> SluiceError:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def choose_stack(
     settings: Settings, replicas: Mapping[str, int], warn: Warn = warn_on_stderr, *, with_jobs: bool = True
 ) -> Serving:
@@ -193,7 +213,7 @@ async def choose_stack(
             warn("the stack at SLUICE_REDIS_URL decides how many processes there are, not this command")
         return ExternalStack(settings, warn)
     if advert is None:
-        return Stack(settings, replicas if with_jobs else {**replicas, "jobs": 0}, warn=warn)
+        return Stack(settings, replicas, without=() if with_jobs else ("jobs",), warn=warn, passing=True)
     if replicas:
         warn(f"`sluice up` (process {advert.pid}) decides how many processes there are, not this command")
     return AttachedStack(settings, advert, warn)

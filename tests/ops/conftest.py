@@ -71,7 +71,7 @@ def stack_settings(stack_env: dict[str, str]) -> Settings:
 
 @pytest.fixture
 def procfile(tmp_path: Path) -> Path:
-    """A Procfile of one stage that answers everything, and the real jobs process."""
+    """A Procfile whose only stage answers everything."""
     path = tmp_path / "Procfile"
-    path.write_text("jobs: python -m stages.jobs\ntokenizer: python -m tests.ops.answering\n")
+    path.write_text("tokenizer: python -m tests.ops.answering\n")
     return path

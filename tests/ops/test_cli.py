@@ -24,6 +24,14 @@ Sluice = Callable[..., Result]
 
 
 @pytest.fixture
+def procfile(tmp_path: Path) -> Path:
+    """One stage that answers everything, and the real jobs process."""
+    path = tmp_path / "Procfile"
+    path.write_text("jobs: python -m stages.jobs\ntokenizer: python -m tests.ops.answering\n")
+    return path
+
+
+@pytest.fixture
 def sluice(stack_env: dict[str, str], procfile: Path, monkeypatch: pytest.MonkeyPatch) -> Sluice:
     """Run a command line in this process."""
     monkeypatch.setattr("ops.stack.default_procfile", lambda: procfile)

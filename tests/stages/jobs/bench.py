@@ -157,6 +157,15 @@ class JobsBench:
             raise AssertionError(f"it did not come to hold: {record}") from None
         return record
 
+    async def sees_soon(self, batch_id: str, condition: Callable[[BatchRecord], bool]) -> BatchRecord:
+        """The same for a record that is about to be made."""
+
+        async def exists() -> bool:
+            return bool(await self.raw.exists(self.keys.batch(batch_id)))
+
+        await self.holds(exists)
+        return await self.sees(batch_id, condition)
+
     async def holds(self, condition: Callable[[], Awaitable[bool]]) -> None:
         """Return when the condition holds."""
         async with asyncio.timeout(DEADLINE_S):
