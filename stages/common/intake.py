@@ -1,4 +1,7 @@
-"""Opening a delivery in the stages that have loops of their own: what cannot be served ends here, with a reason."""
+"""Opening a delivery in the stages that have loops of their own: what cannot be served ends here, with a reason.
+
+Also asks, before a stage goes to great length, whether anybody still wants the request.
+"""
 
 import asyncio
 from typing import TypeVar
@@ -8,7 +11,7 @@ from pipeline import wire
 from pipeline.errors import WireError
 from pipeline.keys import MAX_DELIVERIES
 from pipeline.messages import Failure, WorkItem
-from pipeline.transport import Delivery, Transport
+from pipeline.transport import Delivery, Outcome, Transaction, Transport
 from pipeline.worker import bury, is_poison
 from stages.common.kv_blobs import release_all
 
@@ -32,3 +35,12 @@ async def open_delivery(transport: Transport, pool: FilePool, delivery: Delivery
     if identity is not None:
         await asyncio.to_thread(release_all, pool, *identity)
     return None
+
+
+async def still_wanted(transport: Transport, pool: FilePool, delivery: Delivery, message: WorkItem) -> bool:
+    """Whether the request is still open, and ours; the blobs of one that has gone are released."""
+    question = Transaction(delivery, message.request_id, message.attempt, effects=(), ack=False)
+    [outcome] = await transport.commit([question])
+    if outcome is Outcome.GONE:  # chunks that were sealed already have lost their reader
+        await asyncio.to_thread(release_all, pool, message.request_id, message.attempt)
+    return outcome is Outcome.OK

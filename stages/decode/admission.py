@@ -18,10 +18,10 @@ from pipeline.clock import now_us
 from pipeline.errors import UnknownRequest
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import Delta, Failure, PrefilledPrompt, SealedChunk, Stamp
-from pipeline.transport import Delivery, Effect, Outcome, Transaction, Transport
+from pipeline.transport import Delivery, Outcome, Transaction, Transport
 from stages.common.chunking import chunks_of
 from stages.common.failures import fail
-from stages.common.intake import open_delivery
+from stages.common.intake import open_delivery, still_wanted
 from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat, release_all
 from stages.common.output_text import OutputText
 from stages.common.sampling_spec import end_token_ids, sampling_spec
@@ -58,18 +58,20 @@ class Admission:
         if message is None:
             return None
         failure = self._refusal(message)
-        effects: tuple[Effect, ...] = ()
-        if failure is not None:
-            stamps = message.stamped(DECODE_CLAIMED, now_us(), delivery.consumer).stamps
-            effects = (fail(failure, stamps, delivery.consumer),)
-        # Without effects it only asks whether the request is still open, and ours.
-        transaction = Transaction(delivery, message.request_id, message.attempt, effects, ack=bool(effects))
-        [outcome] = await self._transport.commit([transaction])
-        if outcome is Outcome.OK and not effects:
-            return message
+        if failure is None:
+            return message if await self.is_wanted(delivery, message) else None
+        stamps = message.stamped(DECODE_CLAIMED, now_us(), delivery.consumer).stamps
+        effects = (fail(failure, stamps, delivery.consumer),)
+        [outcome] = await self._transport.commit(
+            [Transaction(delivery, message.request_id, message.attempt, effects, ack=True)]
+        )
         if outcome in (Outcome.OK, Outcome.GONE):
             await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
         return None
+
+    async def is_wanted(self, delivery: Delivery, message: PrefilledPrompt) -> bool:
+        """Whether the request is still open, and ours; one that has gone leaves no blob."""
+        return await still_wanted(self._transport, self._pool, delivery, message)
 
     def _refusal(self, message: PrefilledPrompt) -> Failure | None:
         """Why this process can never go on with the request, if so."""

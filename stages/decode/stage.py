@@ -14,7 +14,7 @@ import structlog
 from pipeline.boundaries import FINISHED
 from pipeline.clock import now_us
 from pipeline.leases import LeaseKeeper
-from pipeline.messages import Stamp
+from pipeline.messages import PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Outcome, Transaction, Transport
 from stages.decode.admission import Admission
 from stages.decode.request import DecodeRequest, key_of
@@ -23,7 +23,7 @@ from stages.engine.engine import Engine
 
 log = structlog.get_logger("decode")
 
-_BLOCK_S = 1.0  # how long one read waits for work; a stop is noticed within it
+_BLOCK_S = 1.0  # how long one read waits for work, or for pages; a stop or an end is noticed within it
 _KEPT = (Outcome.OK, Outcome.DUPLICATE)
 
 
@@ -73,24 +73,36 @@ class DecodeStage:
         if message is None:
             self._leases.drop(delivery)
             return
-        num_tokens = len(message.prompt_token_ids) + message.max_tokens
-        cache = self._engine.cache
-        while not await self._wait_until(lambda: cache.can_allocate(num_tokens)):
-            # One entry ahead: it keeps its lease, and nothing more is read until it fits.
-            if stopping.is_set():
-                await self._transport.hand_back([delivery])
-                self._leases.drop(delivery)
-            if not self._leases.holds(delivery):
-                return
-        pages = cache.allocate(num_tokens)
+        pages = await self._find_pages(delivery, message, stopping)
+        if pages is None:
+            self._leases.drop(delivery)
+            return
         try:
             request = await self._admission.admit(delivery, message, pages)
         except BaseException:
-            cache.free(pages)
+            self._engine.cache.free(pages)
             raise
         async with self._changed:
             self._running[request.key] = request
             self._changed.notify_all()
+
+    async def _find_pages(
+        self, delivery: Delivery, message: PrefilledPrompt, stopping: asyncio.Event
+    ) -> list[int] | None:
+        """Pages for all its tokens, or None when it was handed back, lost, or ended while it waited for them."""
+        num_tokens = len(message.prompt_token_ids) + message.max_tokens
+        cache = self._engine.cache
+        if cache.can_allocate(num_tokens):
+            return cache.allocate(num_tokens)
+        while not await self._wait_until(lambda: cache.can_allocate(num_tokens)):
+            # One entry ahead: it keeps its lease, and nothing more is read until it fits.
+            if stopping.is_set():
+                await self._transport.hand_back([delivery])
+                return None
+            if not self._leases.holds(delivery) or not await self._admission.is_wanted(delivery, message):
+                return None
+        # An end takes the chunks' references along: one not noticed here would be computed again from its prompt.
+        return cache.allocate(num_tokens) if await self._admission.is_wanted(delivery, message) else None
 
     async def _step_until(self, feeder: asyncio.Task[None], tasks: asyncio.TaskGroup) -> None:
         emission: asyncio.Task[None] | None = None

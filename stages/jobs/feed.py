@@ -43,8 +43,9 @@ async def feed(turn: Turn) -> None:
                 await asyncio.sleep(ROOM_POLL_S)
                 continue
             page = range(cursor, min(cursor + min(room, PAGE), len(lines)))
-            payloads = await turn.in_thread(_read, turn, lines, page, finished)
-            fed = await _feed_page(turn, cursor, payloads)
+            attempt = now_us() // 1_000_000
+            payloads = await turn.in_thread(_read, turn, lines, page, finished, attempt)
+            fed = await _feed_page(turn, cursor, payloads, attempt)
             cursor += fed
             if fed < len(page):  # the queue was full; or an answer was lost, and the line was fed all the same
                 record = await turn.jobs.store.read(record.id)
@@ -53,11 +54,11 @@ async def feed(turn: Turn) -> None:
                 cursor = record.cursor
 
 
-async def _feed_page(turn: Turn, cursor: int, payloads: Sequence[tuple[FeedKind, bytes]]) -> int:
+async def _feed_page(turn: Turn, cursor: int, payloads: Sequence[tuple[FeedKind, bytes]], attempt: int) -> int:
     """Return how many of the lines were fed."""
     jobs = turn.jobs
     for position, (kind, payload) in enumerate(payloads):
-        reply = await jobs.store.feed(turn.lease, cursor + position, kind, payload, jobs.max_queue)
+        reply = await jobs.store.feed(turn.lease, cursor + position, kind, payload, jobs.max_queue, attempt)
         if reply == "busy":
             await asyncio.sleep(ADMIT_RETRY_S)
         elif reply == "moved":
@@ -74,19 +75,21 @@ def _finished(turn: Turn) -> frozenset[int]:
     return frozenset(read_records(turn.directory, turn.record.total)["index"].tolist())
 
 
-def _read(turn: Turn, lines: InputLines, page: range, finished: frozenset[int]) -> list[tuple[FeedKind, bytes]]:
-    return [("skip", b"") if index in finished else _payload(turn, lines, index) for index in page]
+def _read(
+    turn: Turn, lines: InputLines, page: range, finished: frozenset[int], attempt: int
+) -> list[tuple[FeedKind, bytes]]:
+    return [("skip", b"") if index in finished else _payload(turn, lines, index, attempt) for index in page]
 
 
-def _payload(turn: Turn, lines: InputLines, index: int) -> tuple[FeedKind, bytes]:
+def _payload(turn: Turn, lines: InputLines, index: int, attempt: int) -> tuple[FeedKind, bytes]:
     record = turn.record
     line = lines.read(index, record.options.model)
     if isinstance(line, BatchLineError):
         return "refused", b""
-    return "request", wire.pack(_request(record.id, index, line, turn))
+    return "request", wire.pack(_request(record.id, index, attempt, line, turn))
 
 
-def _request(batch_id: str, index: int, line: BatchLine, turn: Turn) -> GenerateRequest:
+def _request(batch_id: str, index: int, attempt: int, line: BatchLine, turn: Turn) -> GenerateRequest:
     options = turn.record.options
     seed = line.params.seed
     if seed is None:
@@ -95,6 +98,7 @@ def _request(batch_id: str, index: int, line: BatchLine, turn: Turn) -> Generate
         seed = int.from_bytes(digest, "little") % (MAX_SEED + 1)
     return GenerateRequest(
         request_id=line_request_id(batch_id, index),
+        attempt=attempt,
         priority="batch",
         model=options.stack_model,
         prompt=line.prompt,

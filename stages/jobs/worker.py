@@ -57,7 +57,7 @@ async def work(jobs: Jobs, new_client: NewClient) -> None:
                 _explain(running)
                 await asyncio.sleep(RECONNECT_S)
             else:
-                await _finish_jobs(worker)
+                await _finish_jobs(worker, running)
         finally:
             await _end(worker, running, stopping)
 
@@ -95,11 +95,10 @@ def _explain(running: "asyncio.Task[None]") -> None:
     log.warning("arq_worker_lost_server", problem=str(error) or type(error).__name__)
 
 
-async def _finish_jobs(worker: Worker) -> None:
+async def _finish_jobs(worker: Worker, running: "asyncio.Task[None]") -> None:
     """Let the jobs that run come to their end, which they do when they see that the process is stopping."""
-    worker.allow_pick_jobs = False
-    if worker.tasks:
-        await asyncio.wait(set(worker.tasks.values()), timeout=STEP_TIMEOUT_S)
+    worker.burst, worker.max_burst_jobs = True, 0  # in arq's words: take no more, and return when these are done
+    await asyncio.wait({running}, timeout=STEP_TIMEOUT_S)
 
 
 async def _end(worker: Worker, *tasks: "asyncio.Task[Any]") -> None:

@@ -15,7 +15,7 @@ from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
 from pipeline.boundaries import CHUNK_COMPUTED, FINISHED, FIRST_TOKEN, PREFILL_CLAIMED
-from pipeline.clock import now_us
+from pipeline.clock import monotonic_s, now_us
 from pipeline.errors import ServerError
 from pipeline.keys import PRIORITIES
 from pipeline.leases import LeaseKeeper
@@ -24,7 +24,7 @@ from pipeline.transport import Delivery, Effect, Emit, Finish, Outcome, Plan, Tr
 from stages.common import results
 from stages.common.chunking import chunks_of
 from stages.common.failures import fail
-from stages.common.intake import open_delivery
+from stages.common.intake import open_delivery, still_wanted
 from stages.common.kv_blobs import ChunkId, release_all
 from stages.common.output_text import OutputText
 from stages.common.sampling_spec import end_token_ids, sampling_spec
@@ -39,6 +39,7 @@ log = structlog.get_logger("prefill")
 
 _BLOCK_S = 1.0  # how long one read waits for work; a stop is noticed within it
 _ROOM_POLL_S = 0.01  # how often decode's queue and the pool are looked at while they are full
+_ASK_S = 1.0  # how often it is asked whether a prompt that waits for room is still wanted
 _KEPT = (Outcome.OK, Outcome.DUPLICATE)
 
 
@@ -124,9 +125,8 @@ class PrefillStage:
             self._engine.cache.free(sequence.block_table)
 
     async def _is_open(self, delivery: Delivery, message: TokenizedPrompt) -> bool:
-        """Whether anybody still wants it, before it takes long to compute; a transaction without effects only asks."""
-        question = Transaction(delivery, message.request_id, message.attempt, (), ack=False)
-        return await self._transport.commit([question]) == [Outcome.OK]
+        """Whether anybody still wants it, before it takes long to compute."""
+        return await still_wanted(self._transport, self._pool, delivery, message)
 
     async def _wait_for_pool(self, delivery: Delivery, message: TokenizedPrompt, stopping: asyncio.Event) -> bool:
         """Wait until the pool has room for the whole prompt: half a prompt in a full pool helps nobody."""
@@ -136,12 +136,17 @@ class PrefillStage:
             failure = Failure(stage="prefill", code="kv_pool_too_small", message=problem, retryable=False)
             await self._commit(delivery, message, (fail(failure, message.stamps, delivery.consumer),), ack=True)
             return False
+        asked_at = monotonic_s()
         while self._pool.free_bytes() < needed:
             if stopping.is_set():
                 await self._transport.hand_back([delivery])
                 return False
             if not self._leases.holds(delivery):
                 return False
+            if monotonic_s() - asked_at >= _ASK_S:
+                if not await self._is_open(delivery, message):
+                    return False
+                asked_at = monotonic_s()
             self._leases.progressed()  # waiting for others is no hang
             await asyncio.sleep(_ROOM_POLL_S)
         return True

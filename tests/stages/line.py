@@ -73,7 +73,7 @@ class Answer:
 
 
 class WatchedTransport(MemoryTransport):
-    """Counts looks at queues, notes commits that write, and can hold one of these back until told to go on."""
+    """Counts looks at queues, notes commits, and can hold one that writes back until told to go on."""
 
     def __init__(
         self, queues: MemoryQueues, options: TransportOptions, hold: Callable[[Transaction], bool] | None = None
@@ -81,6 +81,7 @@ class WatchedTransport(MemoryTransport):
         super().__init__(queues, options)
         self._hold = hold
         self.num_looks = 0
+        self.asked: list[str] = []  # about which requests, by commits that only ask
         self.committed: list[tuple[Transaction, Outcome]] = []
         self.holding = asyncio.Event()
         self.go_on = asyncio.Event()
@@ -96,6 +97,7 @@ class WatchedTransport(MemoryTransport):
             await soon(self.go_on.wait())
         outcomes = await super().commit(transactions)
         self.committed += [pair for pair in zip(transactions, outcomes, strict=True) if pair[0].effects]
+        self.asked += [transaction.request_id for transaction in transactions if not transaction.effects]
         return outcomes
 
 
@@ -292,6 +294,10 @@ class Line:
 
     def dead_letters(self, stage: str) -> list[str]:
         return [letter.reason for letter in self.queues.broker.dead.get(stage, ())]
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request as its client does."""
+        assert await self.transport("client").cancel(request_id, wire.pack(Terminal(finish_reason="cancelled")))
 
     def forget(self, request_id: str) -> None:
         """Take a request back: its state goes, entries that are not in work too."""

@@ -11,7 +11,7 @@ from pipeline.settings import Settings
 from stages.jobs import collect, reconcile, turn, worker
 from tests.stages.jobs.bench import JobsBench
 
-LEASE_S, GRACE_S = 0.6, 0.3
+LEASE_S, GRACE_S = 0.4, 0.2
 
 
 def shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
