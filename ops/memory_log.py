@@ -6,18 +6,20 @@ Owns the wording and the mean. Knows nothing about where samples come from (Samp
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
+from ops.status.history import of_one_pool
 from ops.status.page import size
 from pipeline.samples import Sample
 
 BAR_COLUMNS = 30
 
 
-def memory_lines(samples: Iterable[Sample], every_s: float = 1.0) -> Iterator[str]:
+def memory_lines(samples: Iterable[Sample], every_s: float = 1.0, pool_id: str | None = None) -> Iterator[str]:
     """Yield what the pool held when that changed, at most a line every every_s seconds, and then a summary.
 
-    A line says the most of its time; times count from the first sample.
+    A line says the most of its time; times count from the first sample. Only one pool counts: without an id, the one
+    that was sampled last.
     """
-    ordered = sorted(samples, key=lambda sample: sample.at_us)
+    ordered = of_one_pool(samples, pool_id)
     if not ordered:
         yield "KV pool: no samples; the jobs process takes them"
         return

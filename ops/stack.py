@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Collection, Mapping, Set
+from collections.abc import Awaitable, Mapping, Set
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from ops.external import OWN_STACK, ExternalStack, external_stack
+from ops.external import JOBS, OWN_STACK, ExternalStack, external_stack, needed_stages
 from ops.leftovers import Leftovers, host_and_pid
 from ops.pool_share import PoolShare
 from ops.running import AttachedStack, find_advert
@@ -37,7 +37,7 @@ from stages.common.handshake import Registration
 from stages.gguf.model_files import check_gguf, resolve
 
 GRACE_S = 15.0  # an engine step and a lease, which is as long as handing work back may take
-DRAIN_ORDER = ("jobs", "tokenizer", "prefill", "compressor", "decode")
+DRAIN_ORDER = (JOBS, "tokenizer", "prefill", "compressor", "decode")
 """Whoever feeds others stops before them, so that what it has in hand still finds its way down."""
 TIDY_TIMEOUT_S = 10.0  # a server that is gone must not hold up the end
 
@@ -51,7 +51,6 @@ class Stack(Serving):
         replicas: Mapping[str, int] | None = None,
         *,
         procfile: Path | None = None,
-        without: Collection[str] = (),
         policy: RestartPolicy | None = None,
         echo: Echo | None = None,
         warn: Warn = warn_on_stderr,
@@ -61,9 +60,8 @@ class Stack(Serving):
 
         Args:
             settings: of this process; the stages get the same.
-            replicas: how many processes of each stage; one by default.
+            replicas: how many processes of each stage; one by default, 0 of one that is not needed.
             procfile: which stages there are; the project's own by default.
-            without: stages of these that are not needed.
             policy: when a stage is restarted and when it is given up.
             echo: gets the lines that the stages log, besides their files.
             warn: gets a sentence for what should not be but stops nothing.
@@ -73,7 +71,6 @@ class Stack(Serving):
         self.supervisor: Supervisor | None = None
         self._replicas = dict(replicas or {})
         self._procfile = procfile or default_procfile()
-        self._without = frozenset(without)
         self._policy = policy
         self._echo = echo
         self._passing = passing
@@ -128,7 +125,7 @@ class Stack(Serving):
         around = Surroundings(
             stage_environment(self.settings), self._procfile.parent, self.settings.home / "logs", self._echo
         )
-        lines = [line for line in read_procfile(self._procfile) if line.stage not in self._without]
+        lines = read_procfile(self._procfile)
         return Supervisor(lines, self._replicas, around, lambda: _local_pids(transport), self._policy)
 
     async def _stop_stages(self, supervisor: Supervisor, leftovers: Leftovers) -> None:
@@ -206,14 +203,19 @@ async def choose_stack(
 
     There is one where `sluice up` runs in this home, or where every stage has a process at SLUICE_REDIS_URL.
     A stack for a single request has no jobs process: batches that were interrupted are not for it to go on with.
+
+    Raises:
+        StackIncomplete: some of the stages at SLUICE_REDIS_URL that the command needs are missing.
+        ServerError: that server cannot be used.
     """
     advert = await find_advert(settings.home)
-    if advert is None and await external_stack(settings):
+    needed = needed_stages(with_jobs=with_jobs)
+    if advert is None and await external_stack(settings, needed):
         if replicas:
             warn("the stack at SLUICE_REDIS_URL decides how many processes there are, not this command")
-        return ExternalStack(settings, warn)
+        return ExternalStack(settings, warn, needed)
     if advert is None:
-        return Stack(settings, replicas, without=() if with_jobs else ("jobs",), warn=warn, passing=True)
+        return Stack(settings, replicas if with_jobs else {**replicas, JOBS: 0}, warn=warn, passing=True)
     if replicas:
         warn(f"`sluice up` (process {advert.pid}) decides how many processes there are, not this command")
     return AttachedStack(settings, advert, warn)

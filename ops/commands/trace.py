@@ -13,7 +13,7 @@ from ops.finding import find_stack
 from ops.tracing.trace import TracedRequest, trace_of
 from pipeline.client.follow import AFTER_ALL
 from pipeline.connect import open_client, open_transport
-from pipeline.errors import InvalidRequest, SluiceError, UnknownRequest
+from pipeline.errors import InvalidRequest, SluiceError, UnknownRequest, WireError
 from pipeline.keys import MAX_FINISHED, Keys
 from pipeline.messages import Terminal
 from pipeline.samples import Sample, SampleLog
@@ -84,9 +84,18 @@ async def _one(transport: Transport, request_id: str) -> TracedRequest:
 
 
 async def _last(transport: Transport, num: int) -> list[TracedRequest]:
-    ended = [TracedRequest(one.request_id, unpack(one.terminal, Terminal)) for one in await transport.finished(num)]
+    ended: list[TracedRequest] = []
+    num_unreadable = 0
+    for one in await transport.finished(num):
+        try:
+            ended.append(TracedRequest(one.request_id, unpack(one.terminal, Terminal)))
+        except WireError:
+            num_unreadable += 1  # of another version of ours: it has ended, and that is all it says
+    left_out = f"{num_unreadable} of another version cannot be read" if num_unreadable else ""
     if not ended:
-        raise InvalidRequest("--last", "no request has ended here lately")
+        raise InvalidRequest("--last", "; ".join(filter(None, ("no request has ended here lately", left_out))))
+    if left_out:
+        print(left_out, file=sys.stderr)
     return ended
 
 

@@ -108,7 +108,7 @@ async def _exchange(path: Path, line: bytes) -> bytes:
     try:
         writer.write(line)
         return await reader.readline()
-    except ConnectionResetError:
+    except ConnectionError:  # reset, or a broken pipe where it ended before the line was written
         return b""
     finally:
         writer.close()

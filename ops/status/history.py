@@ -3,7 +3,7 @@
 Owns how samples become columns, and columns characters. Knows nothing about terminals.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.keys import STAGES
@@ -29,10 +29,21 @@ class Series:
         return "".join(_bar(value, self.peak) for value in self.values)
 
 
+def of_one_pool(samples: Iterable[Sample], pool_id: str | None = None) -> list[Sample]:
+    """Return the samples of one pool in the order of time; without its id, of the one that was sampled last.
+
+    Several stacks may share a namespace, each with a pool of its own; figures of different pools make no curve.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.at_us)
+    if pool_id is None and ordered:
+        pool_id = ordered[-1].pool_id
+    return [sample for sample in ordered if sample.pool_id == pool_id]
+
+
 def history(samples: Sequence[Sample], until_us: int, num_columns: int, column_s: float) -> list[Series]:
     """Return how many requests each stage had, waiting and in work, and how full the KV pool was.
 
-    A column holds the highest value of its time; the last one ends at until_us.
+    A column holds the highest value of its time; the last one ends at until_us. The samples are of one pool.
     """
     columns: list[list[Sample]] = [[] for _ in range(num_columns)]
     for sample in samples:

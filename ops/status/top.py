@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_store.errors import KvStoreError
-from ops.status.history import Series, history
+from ops.status.history import Series, history, of_one_pool
 from ops.status.page import BAD, DIM, age, page, size
 from ops.status.state import Watch
 from pipeline.errors import ServerError
@@ -57,6 +57,8 @@ async def frame(watch: Watch) -> RenderableType:
     status = await watch.look()
     now_us = status.overview.at_us
     samples = await watch.observer.samples.read(now_us - round(1e6 * NUM_COLUMNS * COLUMN_S), now_us)
+    kv = status.overview.kv
+    samples = of_one_pool(samples, None if kv is None else kv.pool_id)
     return Group(page(status), "", _charts(history(samples, now_us, NUM_COLUMNS, COLUMN_S)), "", Text("q leaves", DIM))
 
 

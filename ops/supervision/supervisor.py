@@ -111,7 +111,8 @@ class Supervisor:
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Have so many processes of these stages from now on; wait_settled() waits for it.
 
-        More are started at once, under the lowest free numbers; of fewer, the highest-numbered are asked to finish.
+        More are started at once, under the lowest free numbers; of fewer, those that are not ready
+        are asked to finish, and then the highest-numbered.
 
         Raises:
             InvalidRequest: no such stage, or a number outside 1 to MAX_REPLICAS; then nothing has changed.
@@ -122,7 +123,7 @@ class Supervisor:
         for stage, wanted in replicas.items():
             staying = self._slots.staying(stage)
             logger.info("scaling", stage=stage, before=len(staying), after=wanted)
-            for slot in staying[wanted:]:
+            for slot in sorted(staying, key=lambda slot: not slot.ready.is_set())[wanted:]:
                 slot.leaving.set()  # now, so that whoever asks next counts right
                 self._own(slot.leave(self._leave_grace_s))
             for _ in range(wanted - len(staying)):
@@ -151,15 +152,20 @@ class Supervisor:
 
         Args:
             grace_s: for all together.
-            order: stages that are asked one after the other, each when those before have ended; the rest last.
+            order: stages that are asked one after the other, each when the one before has ended or has used its share
+                of the time up, which leaves that one until the end all the same; the rest last.
         """
         self._stopping = True
         deadline = time.monotonic() + grace_s
         groups = self._slots.in_groups(order)
+        leaving: list[asyncio.Task[None]] = []
         try:
             for position, group in enumerate(groups):
-                share_s = max(deadline - time.monotonic(), 0) / (len(groups) - position)
-                await asyncio.gather(*(slot.leave(share_s) for slot in group))
+                left_s = max(deadline - time.monotonic(), 0)
+                asked = [self._own(slot.leave(left_s)) for slot in group]
+                leaving += asked
+                await asyncio.wait(asked, timeout=left_s / (len(groups) - position))
+            await asyncio.gather(*leaving)
         finally:
             await asyncio.gather(*(slot.leave(0) for slot in self._slots))  # there are some when this was interrupted
             for task in self._tasks:
@@ -169,11 +175,14 @@ class Supervisor:
     def _run(self, slot: Slot) -> None:
         self._own(slot.run(), partial(self._slot_ended, slot))
 
-    def _own(self, work: Coroutine[Any, Any, None], ended: Callable[[asyncio.Task[None]], None] | None = None) -> None:
+    def _own(
+        self, work: Coroutine[Any, Any, None], ended: Callable[[asyncio.Task[None]], None] | None = None
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(ended or self._ended)
+        return task
 
     def _slot_ended(self, slot: Slot, task: asyncio.Task[None]) -> None:
         self._slots.remove(slot)

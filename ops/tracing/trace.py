@@ -66,6 +66,26 @@ class TracedRequest:
         return shown | {name: round(value, 3) for name, value in times_ms.items() if value is not None}
 
 
+@dataclass(slots=True)
+class _Block:
+    """Spans that share a lane, the first of them the one that holds or precedes the others."""
+
+    spans: list[Span]
+    end_us: int
+
+    @property
+    def first(self) -> Span:
+        return self.spans[0]
+
+    def take(self, span: Span) -> bool:
+        """Add a span that lies within the first one or behind them all; return whether it does."""
+        if span.end_us > self.first.end_us and span.start_us < self.end_us:
+            return False
+        self.spans.append(span)
+        self.end_us = max(self.end_us, span.end_us)
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class _Slice:
     """A span, and where it is shown."""
@@ -81,7 +101,8 @@ def trace_of(requests: Sequence[TracedRequest], samples: Iterable[Sample]) -> di
     timed: list[Event] = []
     num_arrows = 0
     for request, slices in zip(requests, _placed(requests, lanes), strict=True):
-        timed += [_slice_event(one, request.args()) for one in slices]
+        args = request.args()
+        timed += [_slice_event(one, args) for one in slices]
         for source, target in _hops(slices):
             arrow = list(_arrow(source, target, num_arrows + 1))
             num_arrows += bool(arrow)
@@ -101,27 +122,27 @@ def _placed(requests: Sequence[TracedRequest], lanes: Lanes) -> list[list[_Slice
     """The slices of each request; lanes are given out in the order of time, over all requests."""
     blocks = [(number, block) for number, request in enumerate(requests) for block in _blocks(request)]
     placed: list[list[_Slice]] = [[] for _ in requests]
-    for number, block in sorted(blocks, key=lambda numbered: numbered[1][0].start_us):
-        first = block[0]
+    for number, block in sorted(blocks, key=lambda numbered: numbered[1].first.start_us):
+        first = block.first
         track = Queue(first.stage) if first.name == "queue" else Replica(first.stage, first.by or "")
         kind = "write" if first.name == "write" else "work"
-        place = lanes.place(track, kind, first.start_us, max(span.end_us for span in block))
-        placed[number] += [_Slice(span, place) for span in block]
+        place = lanes.place(track, kind, first.start_us, block.end_us)
+        placed[number] += [_Slice(span, place) for span in block.spans]
     return placed
 
 
-def _blocks(request: TracedRequest) -> list[list[Span]]:
-    """Spans that share a lane; a wait that took no time is not shown."""
-    blocks: list[list[Span]] = []
+def _blocks(request: TracedRequest) -> list[_Block]:
+    """What needs lanes; a wait that took no time is not shown."""
+    blocks: list[_Block] = []
+    hosts: dict[tuple[str, str | None], _Block] = {}
     for span in spans(request.terminal.stamps):
         if span.name == "queue" and span.start_us == span.end_us:
             continue
-        hosts = (block for block in blocks if block[0].name == _HOST.get(span.name) and block[0].by == span.by)
-        host = next(hosts, None)
-        if host is not None and (span.end_us <= host[0].end_us or span.start_us >= max(one.end_us for one in host)):
-            host.append(span)
-        else:
-            blocks.append([span])
+        host = hosts.get((_HOST.get(span.name, ""), span.by))
+        if host is None or not host.take(span):
+            block = _Block([span], span.end_us)
+            blocks.append(block)
+            hosts.setdefault((span.name, span.by), block)
     return blocks
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -208,3 +209,14 @@ async def waiting_in(client: Client, stage: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not await client.transport.queue_length(stage, "interactive"):  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(POLL_S)
+
+
+@pytest.mark.usefixtures("_server")
+@pytest.mark.parametrize(
+    "words",
+    [("tail", "\udcff"), ("cancel", "\udcff"), ("cancel", "batch_\udcff"), ("tail", "--from", 2**64, "req_x")],
+)
+def test_what_is_no_id_or_offset_is_a_usage_error(words: tuple[object, ...]) -> None:
+    result = sluice(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.search(r"error: (request_id|request_ids|batch_id|after): must", result.stderr)

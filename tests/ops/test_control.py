@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -225,3 +225,26 @@ async def test_client_is_told_when_up_ends_before_it_answers(
             await asking
         assert caplog.messages == []
         (tmp_path / "go").touch()
+
+
+@pytest.mark.parametrize(
+    "ask", [ask_status, lambda home: ask_scale(home, {"a": 1}, DEADLINE_S)], ids=["status", "scale"]
+)
+async def test_client_is_told_when_up_ends_between_connecting_and_asking(
+    home: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Path], Awaitable[object]]
+) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(home / CONTROL_SOCKET))
+    (home / CONTROL_SOCKET).chmod(0o600)
+    listener.listen()
+    connect = asyncio.open_unix_connection
+
+    async def connect_to_one_that_ends(path: str, *, limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            return await connect(path, limit=limit)
+        finally:
+            listener.close()
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", connect_to_one_that_ends)
+    with pytest.raises(NotUp, match="ended before it answered"):
+        await ask(home)

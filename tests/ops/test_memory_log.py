@@ -8,8 +8,8 @@ from pipeline.samples import Sample
 MIB = 1 << 20
 
 
-def sample(at_s: float, used_bytes: int, num_blobs: int) -> Sample:
-    return Sample(round(1e6 * (1_000 + at_s)), "pool", used_bytes, 100 * MIB, num_blobs)
+def sample(at_s: float, used_bytes: int, num_blobs: int, pool_id: str = "pool") -> Sample:
+    return Sample(round(1e6 * (1_000 + at_s)), pool_id, used_bytes, 100 * MIB, num_blobs)
 
 
 SAMPLES = [
@@ -52,3 +52,10 @@ def test_an_empty_pool_is_no_division_by_zero() -> None:
 
 def test_without_samples_it_says_why() -> None:
     assert list(memory_lines([])) == ["KV pool: no samples; the jobs process takes them"]
+
+
+def test_other_pools_of_the_namespace_do_not_count() -> None:
+    others = [sample(0.1 + 0.2 * number, 90 * MIB, 9, "other") for number in range(10)]
+    assert list(memory_lines([*others, *SAMPLES])) == list(memory_lines(SAMPLES))  # sampled last
+    assert list(memory_lines([*others, *SAMPLES], pool_id="other")) == list(memory_lines(others))
+    assert list(memory_lines(others, pool_id="pool")) == list(memory_lines([]))

@@ -68,6 +68,26 @@ async def test_of_fewer_processes_the_highest_numbered_go(tmp_path: Path) -> Non
             wait_for_end(pid)
 
 
+async def test_of_fewer_processes_the_one_that_works_stays(tmp_path: Path) -> None:
+    policy = RestartPolicy(first_delay_s=600, max_delay_s=600, ready_timeout_s=DEADLINE_S)
+    supervisor = make_supervisor(tmp_path, ["a: steady"], {"a": 2}, policy)
+    async with started(supervisor):
+        await ready(supervisor)
+        working = pid_of(supervisor, "a-2")
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await holds(lambda: states(supervisor)["a"] == "backing_off")
+        await scale(supervisor, a=1)
+        assert states(supervisor) == {"a-2": "ready"}
+        assert pids(supervisor) == [working]
+
+
+async def test_a_stage_that_is_not_needed_has_no_process(tmp_path: Path) -> None:
+    supervisor = make_supervisor(tmp_path, ["a: steady", "b: steady"], {"a": 0})
+    async with started(supervisor):
+        await ready(supervisor)
+        assert names(supervisor) == ["b"]
+
+
 async def test_several_stages_are_scaled_at_once(tmp_path: Path) -> None:
     supervisor = make_supervisor(tmp_path, ["a: steady", "b: steady"], {"a": 2})
     async with started(supervisor):
@@ -237,6 +257,22 @@ async def test_stage_that_uses_its_share_up_leaves_the_others_theirs(tmp_path: P
     await supervisor.stop(3.0, ["a", "b"])
     assert when(tmp_path, "left", held)
     wait_for_end(stubborn)
+
+
+async def test_stage_that_used_its_share_up_may_still_finish_while_the_next_ones_do(tmp_path: Path) -> None:
+    supervisor = make_supervisor(tmp_path, ["a: held", "b: held", "c: held"])
+    await supervisor.start()
+    await ready(supervisor)
+    first, second, third = pids(supervisor)
+    stopping = asyncio.create_task(supervisor.stop(9.0, ["a", "b"]))  # a third for each: six seconds are left then
+    await holds(lambda: was_asked(tmp_path, second))
+    assert not (tmp_path / "left" / str(first)).exists()
+    assert not was_asked(tmp_path, third)
+    (tmp_path / "go").touch()
+    await stopping
+    assert when(tmp_path, "left", first) > when(tmp_path, "asked", second)
+    assert when(tmp_path, "left", second)
+    assert when(tmp_path, "left", third)
 
 
 async def test_end_of_the_stack_does_not_hurry_who_is_leaving(tmp_path: Path) -> None:

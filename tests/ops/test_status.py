@@ -11,17 +11,20 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from redis.asyncio import Redis
+from rich.console import Console
 
-from kv_store.pool import PoolUsage
+from kv_store.pool import FilePool, PoolUsage
 from ops.finding import FoundStack
-from ops.status.history import history
+from ops.status.history import history, of_one_pool
 from ops.status.page import age, size
 from ops.status.state import StackStatus, watching
+from ops.status.top import frame
 from ops.supervision.slot_status import SlotStatus
 from pipeline import wire
 from pipeline.connect import open_transport
@@ -213,6 +216,28 @@ async def test_top_once_prints_the_page_and_the_last_minutes(
     assert "no process of this stack takes samples" in without.stdout
     assert re.search(r"tokenizer +·+█ +1\n", result.stdout)
     assert re.search(r"KV bytes +·+█ +3\.0 MiB\n", result.stdout)
+
+
+async def test_the_charts_of_top_show_the_pool_of_the_stack_alone(
+    elsewhere: Settings, tmp_path: Path, raw_redis: Redis
+) -> None:
+    settings = elsewhere.model_copy(update={"kv_pool_dir": tmp_path / "pool"})
+    samples = SampleLog(raw_redis, "x", Keys(settings.namespace))
+    with FilePool.open(settings.pool_dir, 1 << 30) as pool:
+        await samples.take("s", pool.pool_id, PoolUsage(num_blobs=1, used_bytes=3 << 20, quota_bytes=1 << 30))
+        await samples.take("t", "other", PoolUsage(num_blobs=1, used_bytes=7 << 20, quota_bytes=1 << 30))
+        async with watching(FoundStack(settings, None)) as watch:
+            shown = Console(width=120, file=StringIO())
+            shown.print(await frame(watch))
+    assert isinstance(shown.file, StringIO)
+    assert re.search(r"KV bytes +·+█ +3\.0 MiB\n", shown.file.getvalue())
+
+
+def test_samples_of_one_pool_are_those_of_the_last_one_unless_it_is_named() -> None:
+    samples = [Sample(at_us, pool_id, 0, 1, 0) for at_us, pool_id in ((3, "b"), (2, "a"), (1, "b"))]
+    assert [sample.at_us for sample in of_one_pool(samples)] == [1, 3]
+    assert [sample.at_us for sample in of_one_pool(samples, "a")] == [2]
+    assert of_one_pool([]) == []
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -213,3 +213,25 @@ def test_a_chunk_that_was_sealed_in_prefill_leads_to_decode() -> None:
     check_trace(document)
     assert not any(one["cat"] == "compressor" for one in events(document, "X"))
     assert len(events(document, "s")) == 8
+
+
+def test_figures_are_worked_out_once_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    args = TracedRequest.args
+
+    def counted(traced: TracedRequest) -> dict[str, object]:
+        asked.append(traced.request_id)
+        return args(traced)
+
+    monkeypatch.setattr(TracedRequest, "args", counted)
+    trace_of([request("a"), request("b", shifted(TWO_CHUNKS, 10))], [])
+    assert asked == ["a", "b"]
+
+
+def test_a_span_that_overlaps_its_host_gets_a_lane_of_its_own() -> None:
+    late = [s.model_copy(update={"at_us": BEGINNING + 5_600}) if s.chunk == 1 else s for s in TWO_CHUNKS]
+    document = trace_of([request("r", late)], [])
+    check_trace(document)
+    lanes = {one["name"]: one["tid"] for one in events(document, "X") if one["cat"] == "prefill"}
+    assert lanes["chunk 0"] == lanes["prefill"]
+    assert lanes["chunk 1"] != lanes["prefill"]

@@ -84,6 +84,31 @@ def test_the_last_ones_to_standard_output(elsewhere: Settings) -> None:
     assert {one["args"]["request_id"] for one in document["traceEvents"] if one["ph"] == "X"} == {"b", "c"}
 
 
+async def serve_foreign(settings: Settings, request_id: str) -> None:
+    """Admit a request and end it as another version would."""
+    transport = await open_transport(settings)
+    try:
+        await transport.admit(request_id, "batch", b"payload")
+        [delivery] = await transport.receive("tokenizer", 1, 1)
+        finish = Finish(b"\x81\xa4kind\xa6future", "finished")
+        await transport.commit([Transaction(delivery, request_id, 0, (finish,), ack=True)])
+    finally:
+        await transport.close()
+
+
+def test_of_the_last_ones_those_that_cannot_be_read_are_left_out(elsewhere: Settings) -> None:
+    asyncio.run(serve_foreign(elsewhere, "foreign"))
+    alone = sluice("trace", "--last", "5", "-o", "-")
+    assert alone.exit_code == 2
+    assert "no request has ended here lately; 1 of another version cannot be read" in alone.stderr
+    asyncio.run(serve(elsewhere, "a", stamps=just_now()))
+    result = sluice("trace", "--last", "5", "-o", "-")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert {one["args"]["request_id"] for one in document["traceEvents"] if one["ph"] == "X"} == {"a"}
+    assert "1 of another version cannot be read" in result.stderr
+
+
 def test_a_request_that_is_not_finished_is_said_to_be(elsewhere: Settings, tmp_path: Path) -> None:
     asyncio.run(serve(elsewhere, "a", unfinished="a"))
     result = sluice("trace", "a", "-o", tmp_path / "t.json")
