@@ -25,7 +25,7 @@ async function enqueue(server, model, messages, params) {
   const request = {
     kind: "generate_request",
     request_id: id,
-    attempt: 0,
+    attempt: Math.floor(Date.now() / 1000),
     priority: "interactive",
     model,
     messages,
@@ -33,7 +33,7 @@ async function enqueue(server, model, messages, params) {
     stamps: [{ boundary: "submitted", at_us: Date.now() * 1000 }],
   };
   const keys = [key("req", id), key("stream", "tokenizer", "interactive"), key("stream", "prefill", "interactive")];
-  const args = [randomBytes(8).toString("hex"), MAX_QUEUE, pack(request)];
+  const args = [randomBytes(8).toString("hex"), MAX_QUEUE, pack(request), request.attempt];
   for (;;) {
     const reply = String(await server.script("admit", keys, args));
     if (reply === "accepted") return id;

@@ -1,6 +1,7 @@
-"""Finds the stack that a command looks into: that of `sluice up` in this home, else that at SLUICE_REDIS_URL.
+"""Finds the stack that a command looks into, and never starts one.
 
-Owns the choice. Knows nothing about what is looked at; it never starts anything.
+That of `sluice up` in this home, else that at SLUICE_REDIS_URL, else the one that another command of this home has for
+itself at the moment. Owns the choice. Knows nothing about what is looked at.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ops.running import find_advert
+from ops.server.valkey import running_server
 from pipeline.errors import SluiceError
 from pipeline.settings import Settings
 
@@ -37,8 +39,8 @@ class FoundStack:
     """The process of `sluice up`; None for a server that somebody else's processes use."""
 
 
-async def find_stack(settings: Settings) -> FoundStack:
-    """Return the stack that these settings mean.
+async def find_stack(settings: Settings, *, lasting: bool = False) -> FoundStack:
+    """Return the stack that these settings mean; a lasting one does not end with a command that has it for itself.
 
     Raises:
         StackStarting: `sluice up` runs in the home and is not ready.
@@ -54,6 +56,9 @@ async def find_stack(settings: Settings) -> FoundStack:
         return FoundStack(settings.model_copy(update=theirs), advert.pid)
     if settings.redis_url is not None:
         return FoundStack(settings, None)
+    url = None if lasting else running_server(settings.home)
+    if url is not None:  # of a `sluice run` or `generate` with stages of its own
+        return FoundStack(settings.model_copy(update={"redis_url": url}), None)
     raise NoStack(
         f"no `sluice up` runs in {settings.home}, and SLUICE_REDIS_URL is not set: there is no stack to look into"
     )

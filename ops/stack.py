@@ -196,6 +196,14 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def with_model_of_stack(settings: Settings) -> Settings:
+    """Return the settings with the model that `sluice up` serves, where one runs and nobody chose another."""
+    if "model" in settings.model_fields_set:
+        return settings
+    advert = await find_advert(settings.home)
+    return settings if advert is None else settings.model_copy(update={"model": advert.model})
+
+
 async def choose_stack(
     settings: Settings, replicas: Mapping[str, int], warn: Warn = warn_on_stderr, *, with_jobs: bool = True
 ) -> Serving:

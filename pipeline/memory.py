@@ -51,14 +51,14 @@ class MemoryTransport:
         """The name under which this process holds entries."""
         return self._options.consumer
 
-    async def admit(self, request_id: str, priority: Priority, payload: bytes) -> Admission:
+    async def admit(self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0) -> Admission:
         """Accept a request: create its state and give it to the tokenizer, in one step."""
         if self._broker.request(request_id) is not None:
             return Exists()
         waiting = sum(self._broker.length(stage, priority, None) for stage in ("tokenizer", "prefill"))
         if waiting >= self._options.max_queue:
             return Busy(ADMIT_RETRY_S)
-        self._broker.create_request(request_id)
+        self._broker.create_request(request_id, attempt)
         self._broker.append("tokenizer", priority, None, payload)
         await self._notify()
         return Accepted()

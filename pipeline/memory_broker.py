@@ -81,9 +81,9 @@ class MemoryBroker:
             return None
         return request
 
-    def create_request(self, request_id: str) -> None:
+    def create_request(self, request_id: str, attempt: int = 0) -> None:
         """Start the state of a request."""
-        self._requests[request_id] = Request()
+        self._requests[request_id] = Request(attempt=attempt)
 
     def requests(self) -> dict[str, Request]:
         """Return all requests that have not expired."""

@@ -58,7 +58,7 @@ class WorkItem(Stamped):
     """What every hop carries: which request, which attempt, which queue."""
 
     request_id: RequestId
-    attempt: Count = 0
+    attempt: Annotated[int, Field(ge=0, lt=2**32)] = 0  # epoch seconds of its admission, or a number that grows
     priority: Priority
 
 

@@ -7,8 +7,8 @@ Two clients: `commands` answers at once, `readers` blocks, so that a waiting rea
 """
 
 import secrets
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import structlog
 from redis.asyncio import Redis
@@ -39,11 +39,27 @@ from pipeline.transport import (
     Process,
     ResultEntry,
     Transaction,
+    TransportClosed,
     TransportOptions,
 )
 
 RESULT_PAGE = 512  # entries of one read; a long result comes in several
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
+
+
+class _Calls(RedisCalls):
+    """Calls that end with the transport: a closed client of the library would connect again, and nobody close it."""
+
+    is_closed = False
+
+    async def call(self, send: Callable[[], Awaitable[T]], what: str) -> T:
+        async def send_if_open() -> T:
+            if self.is_closed:  # looked at before each sending: closing cuts off those that wait for an answer
+                raise TransportClosed(self._address)
+            return await send()
+
+        return await super().call(send_if_open, what)
 
 
 class RedisStreams:
@@ -65,7 +81,7 @@ class RedisStreams:
         self._keys = keys
         self._monotonic = monotonic
         # Longer than a lease would be in vain: the work would belong to somebody else.
-        self._calls = RedisCalls(commands, address, options.lease_s, monotonic)
+        self._calls = _Calls(commands, address, options.lease_s, monotonic)
         self._receivers: dict[str, StageReceiver] = {}
         self._registered: set[str] = set()
 
@@ -74,18 +90,20 @@ class RedisStreams:
         """The name under which this process holds entries."""
         return self._options.consumer
 
-    async def admit(self, request_id: str, priority: Priority, payload: bytes) -> Admission:
+    async def admit(self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0) -> Admission:
         """Accept a request: create its state and give it to the tokenizer, in one step."""
         keys = [
             self._keys.request(request_id),
             self._keys.stream("tokenizer", priority),
             self._keys.stream("prefill", priority),
         ]
-        args = [secrets.token_hex(8), self._options.max_queue, payload]
+        ticket = secrets.token_hex(8)
+        args: list[Arg] = [ticket, self._options.max_queue, payload, attempt]
         try:
             reply: bytes = await self._calls.script("admit", keys, args)
-        except ServerFull:
-            return Busy(ADMIT_RETRY_S)
+        except ServerFull:  # also where this was sent before, was accepted, and the answer got lost
+            known = await self._command("HGET", self._keys.request(request_id), "ticket")
+            return Accepted() if known == ticket.encode() else Busy(ADMIT_RETRY_S)
         return {b"accepted": Accepted(), b"exists": Exists(), b"busy": Busy(ADMIT_RETRY_S)}[reply]
 
     async def cancel(self, request_id: str, terminal: bytes) -> bool:
@@ -212,7 +230,11 @@ class RedisStreams:
         return await command(self._calls, self._commands, *words)
 
     async def close(self) -> None:
-        """Release connections and this consumer's name; entries still held stay leased until they expire."""
+        """Release connections and this consumer's name; entries still held stay leased until they expire.
+
+        Calls that are made or wait from now on raise TransportClosed.
+        """
+        self._calls.is_closed = True
         try:
             await self._take_leave()
         except ServerError as error:

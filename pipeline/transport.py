@@ -19,10 +19,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
+from pipeline.errors import SluiceError
 from pipeline.keys import LEASE_S, MAX_QUEUE, RESULT_TTL_S, Priority
 
 EndState = Literal["finished", "failed", "cancelled"]
 END_STATES: tuple[EndState, ...] = ("finished", "failed", "cancelled")
+
+
+class TransportClosed(SluiceError):  # noqa: N818 - reads as the fact it states
+    """Nothing more is sent through this transport: it was closed before the call, or while it waited."""
+
+    code = "transport_closed"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"{address}: this connection was closed; open another one")
+        self.address = address
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +224,12 @@ class Transport(Protocol):
         """The name under which this process holds entries."""
         ...
 
-    async def admit(self, request_id: str, priority: Priority, payload: bytes) -> Admission:
-        """Accept a request: create its state and give it to the tokenizer, in one step."""
+    async def admit(self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0) -> Admission:
+        """Accept a request: create its state and give it to the tokenizer, in one step.
+
+        The attempt is that of the payload. Where an id may come again, it must have grown: what was begun under a
+        smaller one is refused.
+        """
         ...
 
     async def cancel(self, request_id: str, terminal: bytes) -> bool:

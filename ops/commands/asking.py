@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from ops.commands.common import served_name
 from pipeline.client.asks import NewRequest, check_text
 from pipeline.errors import InvalidRequest
 from pipeline.messages import ChatMessage
@@ -30,7 +31,9 @@ SystemOption = Annotated[
     typer.Option("--system", help=f"The system message of the chat. [default: {DEFAULT_SYSTEM}]", show_default=False),
 ]
 RawOption = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat.")]
-MaxTokensOption = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option("--max-tokens", help="Most tokens to generate. [default: SLUICE_DEFAULT_MAX_TOKENS, 256]")
+]
 TemperatureOption = Annotated[
     float | None, typer.Option("--temperature", help="0 is greedy. [default: the model's own]")
 ]
@@ -70,7 +73,7 @@ def new_request(wanted: Wanted, settings: Settings) -> NewRequest:
         raise InvalidRequest("system", "is not Unicode text")
     if wanted.raw and wanted.system is not None:
         raise InvalidRequest("system", "belongs to a chat, and --raw is none")
-    params = parse_params({**MODEL_SAMPLING.get(settings.model, {}), **wanted.sampling})
+    params = parse_params({**MODEL_SAMPLING.get(served_name(settings), {}), **wanted.sampling})
     system = DEFAULT_SYSTEM if wanted.system is None else wanted.system
     messages = (ChatMessage(role="system", content=system), ChatMessage(role="user", content=wanted.prompt))
     return NewRequest(

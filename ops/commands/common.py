@@ -55,7 +55,7 @@ def replicas(**asked: int | None) -> dict[str, int]:
     return {stage: number for stage, number in asked.items() if number is not None}
 
 
-def execute(work: Coroutine[Any, Any, int], log_level: LogLevel = "warning") -> None:
+def execute(work: Coroutine[Any, Any, int], log_level: LogLevel = "error") -> None:
     """Run a command to its end, whichever it is, and leave with its exit code."""
     configure_logs("sluice", log_level)
     raise typer.Exit(_exit_code(work))

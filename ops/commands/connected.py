@@ -14,7 +14,7 @@ from pipeline.errors import InvalidRequest
 
 
 @asynccontextmanager
-async def stack_client(model: str | None = None) -> AsyncIterator[Client]:
+async def stack_client(model: str | None = None, *, lasting: bool = False) -> AsyncIterator[Client]:
     """Yield a client of the running stack; `settings.model` is what that serves, unless it was asked for another.
 
     Raises:
@@ -24,7 +24,7 @@ async def stack_client(model: str | None = None) -> AsyncIterator[Client]:
     """
     wanted = command_settings(model)
     try:
-        found = await find_stack(wanted)
+        found = await find_stack(wanted, lasting=lasting)
     except NoStack as error:
         raise NoStack(f"{error}. Start one with `sluice up` in another terminal") from None
     if "model" in wanted.model_fields_set and wanted.model != found.settings.model:

@@ -61,7 +61,7 @@ def enqueue(  # noqa: PLR0913 - one parameter for each option
 
 
 async def _enqueue(model: str | None, wanted: Wanted, priority: Priority, request_id: str | None) -> int:
-    async with stack_client(model) as client:
+    async with stack_client(model, lasting=True) as client:
         submitted = await client.submit(new_request(wanted, client.settings), priority, request_id=request_id)
         stages = {process.stage for process in await client.transport.processes()}
     print(submitted.request_id, flush=True)

@@ -22,7 +22,7 @@ from ops.commands.asking import (
     read_prompt,
 )
 from ops.commands.common import EXIT_FAILED, ModelOption, command_settings, complain, execute
-from ops.stack import choose_stack
+from ops.stack import choose_stack, with_model_of_stack
 from pipeline.batch.results import Completion
 from pipeline.client.answers import Answer
 from pipeline.messages import Delta
@@ -55,7 +55,7 @@ def generate(  # noqa: PLR0913 - one parameter for each option
 
 
 async def _generate(model: str | None, wanted: Wanted, *, as_json: bool) -> int:
-    settings = command_settings(model)
+    settings = await with_model_of_stack(command_settings(model))
     ask = new_request(wanted, settings)
     async with await choose_stack(settings, {}, with_jobs=False) as stack:
         on_delta = (lambda _: None) if as_json else _print_text

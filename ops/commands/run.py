@@ -1,7 +1,9 @@
 """`sluice run`: a file of requests in, a file of results out, in the same order; interrupted, it goes on."""
 
+import asyncio
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -24,11 +26,11 @@ from ops.commands.common import (
 from ops.memory_log import memory_lines
 from ops.progress import JsonProgress, RunProgress, make_progress
 from ops.serving import Serving
-from ops.stack import choose_stack
+from ops.stack import Stack, choose_stack, with_model_of_stack
 from pipeline.batch.figures import BatchSummary
 from pipeline.batch.options import DEFAULT_WINDOW, MAX_ROLE_CHARS, MAX_TIMEOUT_S, MAX_WINDOW, BatchOptions
 from pipeline.batch.record import BatchRecord
-from pipeline.batch.submit import Prepared
+from pipeline.batch.submit import Prepared, check
 from pipeline.client.batches import Batches, batches_dir, errors_path, prepare_in_thread, resolved, summary_of
 from pipeline.connect import open_client
 from pipeline.errors import InvalidRequest
@@ -84,7 +86,9 @@ def run(  # noqa: PLR0913 - one parameter for each option
     target: Annotated[Path, typer.Option("-o", "--output", "--output-file", help="Results, one JSON line each.")],
     errors: Annotated[
         Path | None,
-        typer.Option(help="Lines that failed; the same as the output keeps all together. [default: OUTPUT.errors]"),
+        typer.Option(
+            help="Lines that failed; the same as -o keeps all together. [default: out.errors.jsonl for out.jsonl]"
+        ),
     ] = None,
     model: ModelOption = None,
     window: Annotated[
@@ -143,19 +147,28 @@ def run(  # noqa: PLR0913 - one parameter for each option
 
 async def _run(wanted: Wanted, number_of: dict[str, int], shown: RunOptions) -> int:
     limits = {name: value for name, value in wanted.limits.items() if value is not None}
-    settings = command_settings(wanted.model, **limits)
+    settings = await with_model_of_stack(command_settings(wanted.model, **limits))
     directory = batches_dir(settings.home) if wanted.tmp_dir is None else resolved(wanted.tmp_dir)
     batch, stdin = _batch(wanted, settings), _stdin() if wanted.source == STDIN else None
-    prepared = await prepare_in_thread(batch, directory, stdin, restart=shown.restart)
-    with _progress(prepared, shown) as progress:
+    num_lines = 0
+    if stdin is None:  # what is wrong is said before a stack starts; nothing is kept before it is there
+        num_lines = (await asyncio.to_thread(check, batch, directory, restart=shown.restart)).num_lines
+    with _progress(num_lines, shown) as progress:
         stack = await choose_stack(settings, number_of, progress.note)
         stack.leave_work = True
         progress.note(stack.greeting)
+        if limits and not isinstance(stack, Stack):
+            progress.note(f"{_options_of(limits)} cannot change a stack that runs already")
         async with stack:
+            prepared = await prepare_in_thread(batch, directory, stdin, restart=shown.restart)
             summary, record = await _follow(stack, prepared, progress)
             memory = await _memory(stack.settings, record) if shown.log_memory else []
     _show(summary, record, memory, shown)
     return EXIT_FAILED if summary.num_failed or record.state != "completed" else 0
+
+
+def _options_of(limits: Iterable[str]) -> str:
+    return " and ".join(f"--{name.replace('_', '-')}" for name in limits)
 
 
 def _batch(wanted: Wanted, settings: Settings) -> BatchOptions:
@@ -181,7 +194,9 @@ def _stdin() -> BinaryIO:
 async def _follow(stack: Serving, prepared: Prepared, progress: RunProgress) -> tuple[BatchSummary, BatchRecord]:
     """Submit the batch and show how far it is, until it is over."""
     batch_id = prepared.manifest.batch_id
-    if not prepared.is_new:
+    if prepared.is_new:
+        progress.note(f"{batch_id}: {prepared.num_lines} lines")
+    else:
         progress.note(f"{batch_id} goes on: {prepared.num_finished} of {prepared.num_lines} lines are finished")
     async with Batches(stack.transport, stack.settings) as batches:
         try:
@@ -192,6 +207,8 @@ async def _follow(stack: Serving, prepared: Prepared, progress: RunProgress) -> 
                 f"others{stack.afterwards(batch_id)}"
             )
             raise
+        if record.id != batch_id:
+            progress.note(f"{record.id} was completed while nobody followed it; --restart does it again")
         return summary_of(record), record
 
 
@@ -213,10 +230,10 @@ def _show_counts(progress: RunProgress, prepared: Prepared, record: BatchRecord)
     )
 
 
-def _progress(prepared: Prepared, shown: RunOptions) -> RunProgress:
+def _progress(num_lines: int, shown: RunOptions) -> RunProgress:
     if shown.as_json:
-        return JsonProgress(prepared.num_lines, sys.stdout)
-    return make_progress(prepared.num_lines, sys.stderr)
+        return JsonProgress(num_lines, sys.stdout)
+    return make_progress(num_lines, sys.stderr)
 
 
 def _show(summary: BatchSummary, record: BatchRecord, memory: list[str], shown: RunOptions) -> None:

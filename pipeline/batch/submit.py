@@ -24,11 +24,11 @@ from pipeline.batch.directory import (
     temporary_output,
 )
 from pipeline.batch.errors import BatchFilesDamaged, BatchMismatch, UnknownBatch
-from pipeline.batch.input_index import summarise
+from pipeline.batch.input_index import InputSummary, summarise
 from pipeline.batch.journal import REASONS, read_records
 from pipeline.batch.options import BatchOptions, directory_name
 from pipeline.batch.record import STEPS
-from pipeline.batch.store import NOW, BatchStore, later, line_request_id
+from pipeline.batch.store import NOW, BatchStore, fresh_steps, later, line_request_id
 from pipeline.errors import InvalidRequest, UnknownRequest
 from pipeline.messages import Terminal
 from pipeline.params import is_unicode
@@ -59,6 +59,21 @@ class Prepared:
     is_new: bool
     given_up: GivenUp | None = None
     """The batch in whose place it is."""
+    restarted: bool = False
+    """It is to be done anew, whatever there was."""
+
+
+def check(options: BatchOptions, batches: Path, tick: Tick = lambda: None, *, restart: bool = False) -> InputSummary:
+    """Read the input once and see whether a batch of it could begin, before anything is started for it.
+
+    Raises:
+        InvalidRequest, BatchMismatch, BatchFilesDamaged, OSError: as prepare.
+    """
+    _check_paths(options, is_copied=False)
+    summary = _summary(options.source, str(options.source), tick)
+    if not restart:
+        _manifest(BatchDirectory(batches / directory_name(options.target)), options, summary)
+    return summary
 
 
 def prepare(
@@ -89,17 +104,13 @@ def prepare(
     directory = BatchDirectory(batches / directory_name(options.target))
     with _copied(stdin, batches, tick) as copy:
         source = copy or options.source
-        summary = summarise(source, tick)
-        if not summary.num_lines:
-            raise InvalidRequest("input", f"{'standard input' if copy else source} has no requests")
+        summary = _summary(source, "standard input" if copy else str(source), tick)
         if copy is not None:
             options = options.model_copy(update={"source": directory.input_copy})
         with alone(batches):
             clear_up(batches)
             given_up = _give_up(directory) if restart else None
-            found = directory.manifest()
-            if found is not None and found.identity != options.identity(summary.sha256):
-                raise BatchMismatch(found.batch_id, options.target, options.identity(summary.sha256), found.identity)
+            found = _manifest(directory, options, summary)
             batch_id = new_batch_id() if found is None else found.batch_id
             manifest = Manifest(batch_id=batch_id, options=options, input_sha256=summary.sha256)
             if found is None:
@@ -109,7 +120,7 @@ def prepare(
             if copy is not None:
                 copy.replace(directory.input_copy)
     num_finished = len(read_records(directory, summary.num_lines))
-    return Prepared(manifest, directory, summary.num_lines, num_finished, found is None, given_up)
+    return Prepared(manifest, directory, summary.num_lines, num_finished, found is None, given_up, restart)
 
 
 async def submit(store: BatchStore, prepared: Prepared) -> str:
@@ -126,7 +137,8 @@ async def submit(store: BatchStore, prepared: Prepared) -> str:
     if record.state == "failed":  # what made it fail may have been mended; lines in flight are found again
         anew = {"cursor": 0, "admitted": 0, "collected": 0, "succeeded": 0, "failed": 0, "recovered": 1}
         forgotten = {"error": "", "ending": "", "cancel_requested": 0, "ended_ms": 0}
-        await store.move(batch_id, ["failed"], "validating", fields | forgotten | anew | (counts or {}))
+        fields |= forgotten | anew | fresh_steps() | (counts or {})
+        await store.move(batch_id, ["failed"], "validating", fields)
     else:
         await store.move(batch_id, tuple(STEPS), None, fields)
     return batch_id
@@ -150,6 +162,22 @@ async def end_given_up(store: BatchStore, cancel: Callable[[str, bytes], Awaitab
         if index not in given_up.finished:
             with suppress(UnknownRequest):
                 await cancel(line_request_id(record.id, index), terminal)
+
+
+def _summary(source: Path, named: str, tick: Tick) -> InputSummary:
+    summary = summarise(source, tick)
+    if not summary.num_lines:
+        raise InvalidRequest("input", f"{named} has no requests")
+    return summary
+
+
+def _manifest(directory: BatchDirectory, options: BatchOptions, summary: InputSummary) -> Manifest | None:
+    """Return the manifest of the unfinished batch that these options mean; None where there is none."""
+    found = directory.manifest()
+    identity = options.identity(summary.sha256)
+    if found is not None and found.identity != identity:
+        raise BatchMismatch(found.batch_id, options.target, identity, found.identity)
+    return found
 
 
 def _check_paths(options: BatchOptions, *, is_copied: bool) -> None:

@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypedDict, Unpack
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from pipeline.batch.record import BATCH_ID_PREFIX
 from pipeline.boundaries import SUBMITTED
+from pipeline.client.arguments import check_id
 from pipeline.clock import now_us
 from pipeline.errors import InvalidRequest, WireError
 from pipeline.keys import PRIORITIES, Priority
-from pipeline.messages import MAX_ID_CHARS, ChatMessage, GenerateRequest, RequestId, Stamp
+from pipeline.messages import ChatMessage, GenerateRequest, Stamp
 from pipeline.params import MAX_SEED, SamplingParams, is_unicode, parse_params, shown
 from pipeline.wire import pack
 
 ID_CHARS = 26  # 134 bits: nobody guesses one, and no two are equal
-_REQUEST_ID = TypeAdapter[str](RequestId)
 
 
 class Ask(Protocol):
@@ -110,6 +110,7 @@ def make_ask(
     """
     if not isinstance(model, str) or not model:  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check
         raise InvalidRequest("model", f"must be the name of a model, got {shown(model)}")
+    check_text("model", model)
     if (prompt is None) == (messages is None):
         raise InvalidRequest("prompt", "is missing" if prompt is None else "and messages exclude each other")
     if not isinstance(speculate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -136,11 +137,7 @@ def check_text(field: str, text: object) -> None:
 
 def check_new_id(request_id: str) -> None:
     """Raise InvalidRequest unless a request may have this id."""
-    try:
-        _REQUEST_ID.validate_python(request_id, strict=True)
-    except ValidationError:
-        allowed = f"1 to {MAX_ID_CHARS} letters, digits and characters of _.:-"
-        raise InvalidRequest("request_id", f"must have {allowed}, got {shown(request_id)}") from None
+    check_id(request_id)
     if request_id.startswith(BATCH_ID_PREFIX):
         raise InvalidRequest("request_id", f"begins with {BATCH_ID_PREFIX}, as only ids of batches do")
 
@@ -155,18 +152,21 @@ def new_request(ask: Ask, priority: Priority, request_id: str) -> GenerateReques
     """Return the message for an ask.
 
     A seed that is missing is drawn from the id: random as the ids that are drawn here, and the same again where a call
-    with an id of the caller's is repeated, whichever of them gets through.
+    with an id of the caller's is repeated, whichever of them gets through. The attempt is the time: an id that comes
+    again, after its results expired, has a larger one than whatever the stages still hold of the request before.
     """
+    at_us = now_us()
     seed = _seed_of(request_id) if ask.params.seed is None else ask.params.seed
     return GenerateRequest(
         request_id=request_id,
+        attempt=at_us // 1_000_000,
         priority=priority,
         model=ask.model,
         prompt=ask.prompt,
         messages=ask.messages,
         params=ask.params.model_copy(update={"seed": seed}),
         speculate=ask.speculate,
-        stamps=(Stamp(boundary=SUBMITTED, at_us=now_us()),),
+        stamps=(Stamp(boundary=SUBMITTED, at_us=at_us),),
     )
 
 

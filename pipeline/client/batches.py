@@ -15,6 +15,7 @@ from pipeline.batch.options import BatchOptions
 from pipeline.batch.record import BatchRecord
 from pipeline.batch.store import BatchStore, store_client
 from pipeline.batch.submit import Prepared, end_given_up, prepare, submit
+from pipeline.client.arguments import check_id
 from pipeline.client.patience import PATIENCE_S, STALL_TIMEOUT_S, Patience
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.keys import Keys
@@ -90,19 +91,38 @@ class Batches:
         Raises:
             Stalled: nothing moved for so long that something must be wrong.
         """
+        if prepared.is_new and not prepared.restarted:
+            missed = await self._missed(prepared)
+            if missed is not None:
+                await asyncio.to_thread(prepared.directory.remove)
+                return missed
         while True:
             batch_id = await self.submit(prepared)
             try:
-                return await self.wait(batch_id, on_change)
+                record = await self.wait(batch_id, on_change)
             except UnknownBatch:
                 continue  # its files know what it was and what is finished
+            await self._patience.call(lambda batch_id=batch_id: self.store.saw(batch_id))
+            return record
+
+    async def _missed(self, prepared: Prepared) -> BatchRecord | None:
+        """Return the same batch where it was completed while nobody followed it, and its output is still there."""
+        identity = prepared.manifest.identity
+        for record in reversed(await self.all()):
+            same = record.options.identity(record.input_sha256) == identity
+            if same and record.state == "completed" and not record.seen and record.options.target.is_file():
+                await self._patience.call(lambda batch_id=record.id: self.store.saw(batch_id))
+                return record
+        return None
 
     async def read(self, batch_id: str) -> BatchRecord:
         """Return a batch's record.
 
         Raises:
+            InvalidRequest: no batch can have this id.
             UnknownBatch: it has none.
         """
+        check_id(batch_id, "batch_id")
         return await self._patience.call(lambda: self.store.read(batch_id))
 
     async def all(self) -> list[BatchRecord]:
@@ -134,8 +154,10 @@ class Batches:
         """End a batch early: finished lines are kept, the others become errors. False where it was over.
 
         Raises:
+            InvalidRequest: no batch can have this id.
             UnknownBatch: it has no record.
         """
+        check_id(batch_id, "batch_id")
         return await self._patience.call(lambda: self.store.cancel(batch_id))
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Self, Unpack
 
 from pipeline.batch.results import Completion, outcome_of
 from pipeline.client.answers import Answer, Timing
+from pipeline.client.arguments import check_id, check_ids, check_num_at_a_time, check_position
 from pipeline.client.asks import Ask, NewRequest, Sampling, Submitted, make_ask, new_request_id
 from pipeline.client.batches import Batches
 from pipeline.client.cancel import CancelOutcome, cancel, cancel_any
@@ -94,7 +95,10 @@ class Client:
         return client
 
     async def close(self) -> None:
-        """Release the connections; requests go on, and any other client can read them."""
+        """Release the connections; requests go on, and any other client can read them.
+
+        What still waits on this one, a stream for example, raises TransportClosed.
+        """
         if self._owns_transport:
             await self.transport.close()
 
@@ -176,17 +180,19 @@ class Client:
         from there on, and the whole text of that delta, because text cannot be cut at a token.
 
         Raises:
+            InvalidRequest: no request can have this id or offset; at once, as everywhere.
             UnknownRequest: never accepted, expired, or lost with the server's data.
             ServerUnreachable: the server stayed away; go on later.
             Stalled: no request of this client moved for too long.
+            TransportClosed: the client was closed meanwhile.
         """
-        if isinstance(after, bool) or after < 0:
-            raise InvalidRequest("after", f"must be a number of tokens from 0 on, got {after}")
+        check_id(request_id)
+        check_position(after)
         return self._reader.follow(request_id, after)
 
     async def result(self, request_id: str) -> Completion | Failure:
         """Return the whole output of a request when it has ended, or why there is none; raises as stream does."""
-        return await self._reader.collect(request_id)
+        return await self._reader.collect(check_id(request_id))
 
     def gather(
         self, request_ids: Iterable[str], num_at_a_time: int = NUM_TURNS
@@ -196,10 +202,12 @@ class Client:
         An unknown id comes out as a Failure with the code unknown_request, and does not stop the others.
 
         Raises:
+            InvalidRequest: no request can have one of the ids, or num_at_a_time is none.
             ServerUnreachable: the server stayed away.
             Stalled: none of them ended for too long.
         """
-        return gather(self._reader, self._patience, request_ids, num_at_a_time)
+        check_num_at_a_time(num_at_a_time)
+        return gather(self._reader, self._patience, check_ids(request_ids), num_at_a_time)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request now, whoever works on it; False where it had ended already.
@@ -207,16 +215,23 @@ class Client:
         Its readers get a terminal with the finish reason `cancelled`; what it has emitted stays readable.
 
         Raises:
+            InvalidRequest: no request can have this id.
             UnknownRequest: there is no such request.
             ServerUnreachable: the server stayed away.
         """
+        check_id(request_id)
         cancelled = await cancel(self.transport, self._patience, self._reader, request_id)
         self._unanswered.discard(request_id)
         return cancelled
 
     async def cancel_many(self, request_ids: Iterable[str]) -> dict[str, CancelOutcome]:
-        """Cancel requests, and return for each whether it was cancelled, had ended, or is unknown."""
-        ids = list(dict.fromkeys(request_ids))
+        """Cancel requests, and return for each whether it was cancelled, had ended, or is unknown.
+
+        Raises:
+            InvalidRequest: no request can have one of the ids; none is cancelled.
+            ServerUnreachable: the server stayed away.
+        """
+        ids = check_ids(request_ids)
         calls = (cancel_any(self.transport, self._patience, self._reader, request_id) for request_id in ids)
         outcomes = dict([pair async for pair in one_after_the_other(calls, NUM_CALLS)])
         self._unanswered.difference_update(outcomes)

@@ -42,7 +42,7 @@ class ResultReader:
             Stalled: nothing moved for too long.
             StateDamaged: tokens are missing.
         """
-        position, num_chars = after, 0
+        position, start, num_chars = after, None, 0
         while True:
             waiting_since = self._patience.now()
             while not (entries := await self.read(request_id, position)):
@@ -53,10 +53,12 @@ class ResultReader:
                     yield unpack(entry.data, Terminal)
                     return
                 delta = _checked(unpack(entry.data, Delta), request_id, position, entry.offset)
+                if start is None:
+                    start = delta.first_index  # the first delta's text comes out whole, wherever `after` is in it
                 if delta.first_index < position:
                     delta = _tail(delta, position)
                     if position > after:  # the server lost its last second; the tokens came again, grouped otherwise
-                        text = await self._text(request_id, after, entry.offset)
+                        text = await self._text(request_id, start, entry.offset)
                         delta = delta.model_copy(update={"text": text[num_chars:]})
                 position, num_chars = entry.offset, num_chars + len(delta.text)
                 yield delta

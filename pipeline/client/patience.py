@@ -33,6 +33,12 @@ class Patience:
         Raises:
             ServerUnreachable: it stayed away.
         """
+        task = asyncio.current_task()
+        num_cancellations = task.cancelling() if task else 0
+        if num_cancellations:
+            # One that has not arrived yet, because it was asked for while the task ran, arrives here. After that they
+            # are known: what the task does to clear up is not to be disturbed.
+            await asyncio.sleep(0)
         deadline = self.now() + self._outage_s
         while True:
             try:
@@ -42,7 +48,10 @@ class Patience:
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
-                _notice_cancellation()
+                # On Python 3.11, asyncio.wait_for, through which the client library sends, returns instead of raising
+                # when what it waits for is done in the same moment. A loop of such calls would never end.
+                if task and task.cancelling() > num_cancellations:
+                    raise asyncio.CancelledError
                 return result
 
     def moved(self) -> None:
@@ -54,14 +63,3 @@ class Patience:
         stood_s = self.now() - max(self._moved_at, waiting_since)
         if stood_s >= self._stall_s:
             raise Stalled(problem, stood_s)
-
-
-def _notice_cancellation() -> None:
-    """Raise a cancellation that was swallowed.
-
-    On Python 3.11, asyncio.wait_for, through which the client library sends, returns instead of raising when
-    what it waits for is done in the same moment. A loop of such calls would never end.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

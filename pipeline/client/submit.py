@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from pipeline.client.arguments import check_timeout
 from pipeline.client.asks import Ask, Submitted, check_new_id, check_priority, new_request, packed
 from pipeline.client.errors import QueueFull
 from pipeline.client.patience import Patience
@@ -25,17 +26,18 @@ async def submit(
     """Admit a request; wait for up to timeout_s while the queue is full.
 
     Raises:
-        InvalidRequest: the id or the priority is wrong, or the request too large for any stage.
+        InvalidRequest: the id, the priority or the time is wrong, or the request too large for any stage.
         QueueFull: there was no room.
         ServerUnreachable: the server stayed away; the request may have been accepted.
     """
     check_priority(priority)
     check_new_id(request_id)
+    check_timeout(timeout_s)
     request = new_request(ask, priority, request_id)
     payload, started_at = packed(request), patience.now()
 
     async def admit() -> Admission:
-        return await transport.admit(request_id, priority, payload)
+        return await transport.admit(request_id, priority, payload, request.attempt)
 
     while isinstance(admission := await patience.call(admit), Busy):
         waited_s = patience.now() - started_at

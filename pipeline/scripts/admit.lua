@@ -5,10 +5,13 @@
 -- first and what is inside can drain.
 --
 -- KEYS  request, tokenizer stream, prefill stream
--- ARGV  ticket (names this call, so that sending it again is not taken for a second request), max_queue, payload
+-- ARGV  ticket (names this call, so that sending it again is not taken for a second request), max_queue, payload,
+--       attempt of the payload ('0' where none is given): larger than that of any request before under this id, so
+--       that entries of that one which are still in a stream are refused
 -- reply 'accepted' | 'exists' | 'busy'
 local request, tokenizer, prefill = KEYS[1], KEYS[2], KEYS[3]
 local ticket, max_queue, payload = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local attempt = ARGV[4] or '0'
 
 if redis.call('EXISTS', request) == 1 then
   return redis.call('HGET', request, 'ticket') == ticket and 'accepted' or 'exists'
@@ -17,6 +20,6 @@ end
 if redis.call('XLEN', tokenizer) + redis.call('XLEN', prefill) >= max_queue then
   return 'busy'
 end
-redis.call('HSET', request, 'state', 'queued', 'attempt', '0', 'n', '0', 'ticket', ticket)
+redis.call('HSET', request, 'state', 'queued', 'attempt', attempt, 'n', '0', 'ticket', ticket)
 redis.call('XADD', tokenizer, '*', 'p', payload)
 return 'accepted'

@@ -6,10 +6,12 @@
 --
 -- KEYS  batch, done stream, request, results, tokenizer stream, prefill stream
 -- ARGV  cursor (the line), kind: 'request' | 'refused' | 'skip', payload (of the request, or empty),
---       max_queue, nonce of the turn
--- reply 'ok' | 'busy' | 'moved' (the cursor is elsewhere, the batch is not in progress, or the turn is over)
+--       max_queue, nonce of the turn, attempt of the payload ('0' where none is given)
+-- reply 'ok' | 'busy' (the queue is full, or the attempt is not larger than the one it takes the place of) |
+--       'moved' (the cursor is elsewhere, the batch is not in progress, or the turn is over)
 local batch, done, request, results, tokenizer, prefill = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local cursor, kind, payload, max_queue, nonce = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
+local attempt = ARGV[6] or '0'
 
 -- include: ending.lua
 
@@ -23,13 +25,18 @@ if kind == 'request' then
   end
   -- A request of that name can only be one that was fed before the batch failed, or before its record was made
   -- again: it goes on as it is, or is done already. One that was cancelled, or whose results are gone, begins anew.
-  local state = redis.call('HGET', request, 'state')
+  -- Then its attempt has to be larger, so that entries of the old one which are still in a stream are refused.
+  local known = redis.call('HMGET', request, 'state', 'attempt')
+  local state = known[1]
   if state == 'cancelled' or (ENDED[state] and redis.call('EXISTS', results) == 0) then
+    if tonumber(known[2] or '0') >= tonumber(attempt) then
+      return 'busy'
+    end
     redis.call('DEL', request, results)
     state = nil
   end
   if not state then
-    redis.call('HSET', request, 'state', 'queued', 'attempt', '0', 'n', '0', 'batch', batch, 'line', cursor)
+    redis.call('HSET', request, 'state', 'queued', 'attempt', attempt, 'n', '0', 'batch', batch, 'line', cursor)
     redis.call('XADD', tokenizer, '*', 'p', payload)
   elseif ENDED[state] then
     redis.call('PERSIST', request)

@@ -17,6 +17,7 @@ end
 if ENDED[state[1]] then
   return 'ended'
 end
-end_request({ id = id, request = request, results = results, chunks = chunks_prefix .. state[2], attempt = state[2] },
+local attempt = state[2] or '0'
+end_request({ id = id, request = request, results = results, chunks = chunks_prefix .. attempt, attempt = attempt },
   terminal, 'cancelled', finished, result_ttl_s, max_finished)
 return 'cancelled'

@@ -13,14 +13,15 @@ local function end_request(r, terminal, state, finished, result_ttl_s, max_finis
   redis.call('HSET', r.request, 'state', state)
   redis.call('HDEL', r.request, 'plan_priority:' .. r.attempt, 'plan_payload:' .. r.attempt)
   redis.call('DEL', r.chunks)
-  redis.call('XADD', finished, 'MAXLEN', '~', max_finished, '*', 'id', r.id, 'p', terminal)
-  redis.call('EXPIRE', finished, result_ttl_s)
   local of = redis.call('HMGET', r.request, 'batch', 'line')
   local batch = of[1] and redis.call('HMGET', of[1], 'state', 'cursor') or {}
   if batch[1] and not BATCH_OVER[batch[1]] and tonumber(of[2]) < tonumber(batch[2] or '0') then
     redis.call('XADD', of[1] .. ':done', '*', 'line', of[2])
-    return
+  else
+    redis.call('EXPIRE', r.request, result_ttl_s)
+    redis.call('EXPIRE', r.results, result_ttl_s)
   end
-  redis.call('EXPIRE', r.request, result_ttl_s)
-  redis.call('EXPIRE', r.results, result_ttl_s)
+  -- Last: a foreign key under this name must not keep what is above for ever.
+  redis.call('XADD', finished, 'MAXLEN', '~', max_finished, '*', 'id', r.id, 'p', terminal)
+  redis.call('EXPIRE', finished, result_ttl_s)
 end

@@ -40,6 +40,14 @@ def ids_in(path: Path) -> list[str]:
 
 
 @pytest.fixture
+def procfile(tmp_path: Path) -> Path:
+    """A Procfile of the real jobs process, and one stage that answers everything."""
+    path = tmp_path / "Procfile"
+    path.write_text("jobs: python -m stages.jobs\ntokenizer: python -m tests.ops.answering\n")
+    return path
+
+
+@pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "in.jsonl", chat("one"), chat("two"))
 
@@ -114,9 +122,7 @@ async def test_two_commands_for_one_output_follow_one_batch_and_share_what_they_
         sluice_process(procfile, *same) as second,
         sluice_process(procfile, *another) as third,
     ):
-        outputs = [
-            await asyncio.wait_for(process.communicate(), DEADLINE_S) for process in (first, second, third)
-        ]
+        outputs = [await asyncio.wait_for(process.communicate(), DEADLINE_S) for process in (first, second, third)]
         assert [first.returncode, second.returncode, third.returncode] == [0, 0, 0], outputs
     figures = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
     assert figures[0]["batch_id"] == figures[1]["batch_id"] != figures[2]["batch_id"]
@@ -130,9 +136,7 @@ async def test_two_commands_for_one_output_follow_one_batch_and_share_what_they_
 
 
 @pytest.fixture
-def server(
-    stack_env: dict[str, str], valkey_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> Settings:
+def server(stack_env: dict[str, str], valkey_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Commands find a server, and no stage."""
     monkeypatch.setenv("SLUICE_REDIS_URL", valkey_url)
     monkeypatch.setenv("SLUICE_NAMESPACE", namespace)
@@ -147,13 +151,15 @@ async def batch_in(state: BatchState, settings: Settings, raw: Redis, source: Pa
 
 
 async def test_cancel_takes_batches_and_requests(
-    server: Settings, raw_redis: Redis, source: Path, tmp_path: Path
+    server: Settings, procfile: Path, raw_redis: Redis, source: Path, tmp_path: Path
 ) -> None:
     running = await batch_in("in_progress", server, raw_redis, source, tmp_path / "one.jsonl")
     over = await batch_in("completed", server, raw_redis, source, tmp_path / "two.jsonl")
-    result = await asyncio.to_thread(sluice, "cancel", running, "req_nobody", over, "batch_nobody", f"{running}-0")
-    assert result.exit_code == 1
-    said = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
+    ids = (running, "req_nobody", over, "batch_nobody", f"{running}-0")
+    async with sluice_process(procfile, "cancel", *ids) as cancel:
+        stdout, _ = await asyncio.wait_for(cancel.communicate(), DEADLINE_S)
+        assert cancel.returncode == 1
+    said = [line.split(maxsplit=1) for line in stdout.decode().splitlines()]
     assert [one for one, _ in said] == [running, "req_nobody", over, "batch_nobody", f"{running}-0"]
     assert [words.split(":")[0] for _, words in said] == [
         "is cancelled",
@@ -162,10 +168,8 @@ async def test_cancel_takes_batches_and_requests(
         "unknown",
         "unknown",
     ]
-    result = await asyncio.to_thread(sluice, "cancel", running)
-    assert (result.exit_code, result.stdout.startswith(f"{running} is cancelled")) == (0, True)
     store = BatchStore(raw_redis, "test", Keys(server.namespace))
-    assert (await store.read(running)).state == "cancelled"[:-2] + "ling"
+    assert (await store.read(running)).state == "cancelling"
 
 
 async def test_a_batch_that_is_cancelled_ends_its_command_with_what_it_has(
@@ -176,8 +180,6 @@ async def test_a_batch_that_is_cancelled_ends_its_command_with_what_it_has(
         await line_with(up.stderr, "ready after")
         async with sluice_process(procfile, "run", "-i", source, "-o", tmp_path / "out.jsonl", "--json") as run:
             await line_with(run.stdout, '"num_done": 1')
-            [directory] = (tmp_path / "nowhere").parent.glob("nothing") or [None]
-            assert directory is None
             batch_id = unfinished(stack_env)
             async with sluice_process(procfile, "cancel", batch_id) as cancel:
                 stdout, _ = await asyncio.wait_for(cancel.communicate(), DEADLINE_S)
@@ -211,7 +213,7 @@ async def test_ctrl_c_while_standard_input_says_nothing_ends_it_at_once(
         stderr=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(DEADLINE_S):
-        while not list(batches_dir(home).glob(".input-*")):  # it reads
+        while not list(batches_dir(home).glob(".input-*")):  # noqa: ASYNC110 - until it reads
             await asyncio.sleep(0.01)
         process.send_signal(signal.SIGINT)
         _, stderr = await process.communicate()

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,7 @@ from pipeline.transport import (
     Publish,
     Transaction,
     Transport,
+    TransportClosed,
     TransportOptions,
 )
 from tests.pipeline.benches import BRIEF_LEASE_S, DEADLINE_S, POOL, RedisBench, take, take_one
@@ -43,11 +44,14 @@ class ForgetfulRedis(Redis):
     """Carries commands out, and then pretends that the reply was lost."""
 
     replies_to_lose = 0
+    on_lost_reply: Callable[[], Awaitable[None]] | None = None
 
     async def execute_command(self, *words: Any, **options: Any) -> Any:
         reply = await super().execute_command(*words, **options)
         if self.replies_to_lose:
             self.replies_to_lose -= 1
+            if self.on_lost_reply:
+                await self.on_lost_reply()
             raise RedisConnectionError("the connection was reset")
         return reply
 
@@ -450,3 +454,73 @@ async def test_a_full_server_closes_the_door_and_drains(redis_bench: RedisBench,
         await transport.hand_back(await take(transport, "prefill"))
     finally:
         await raw_redis.config_set("maxmemory", "0")
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_an_admission_whose_reply_is_lost_before_the_server_is_full_is_one(
+    valkey_url: str, namespace: str, raw_redis: Any, is_ours: bool
+) -> None:
+    async with forgetful(valkey_url, namespace) as broken:
+
+        async def fill() -> None:
+            if not is_ours:
+                await raw_redis.hset(Keys(namespace).request("r"), "ticket", "another call's")
+            await raw_redis.config_set("maxmemory", "1mb")
+
+        broken.commands.on_lost_reply = fill
+        broken.lose()
+        try:
+            reply = await broken.transport.admit("r", "interactive", b"work")
+        finally:
+            await raw_redis.config_set("maxmemory", "0")
+        assert isinstance(reply, Accepted if is_ours else Busy)
+
+
+@pytest.mark.parametrize("end", ["finish", "cancel"])
+async def test_a_foreign_key_in_place_of_the_log_keeps_nothing_for_ever(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str, end: str
+) -> None:
+    keys = Keys(namespace)
+    transport = await redis_bench.join()
+    delivery = await running(transport)
+    await raw_redis.set(keys.finished(), "not a stream", ex=60)
+    commit = [transaction(delivery, END, ack=True)]
+    ending = transport.cancel("r", b"cancelled") if end == "cancel" else transport.commit(commit)
+    with pytest.raises((StateDamaged, ServerRefused), match="WRONGTYPE"):
+        await ending
+    for key in (keys.request("r"), keys.results("r")):
+        assert 0 < await raw_redis.ttl(key) <= RESULT_TTL_S
+    assert await transport.commit(commit) == [Outcome.GONE]
+
+
+async def test_a_request_whose_state_has_no_attempt_can_be_cancelled(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str
+) -> None:
+    transport = await redis_bench.join()
+    await running(transport)
+    await raw_redis.hdel(Keys(namespace).request("r"), "attempt")
+    assert await transport.cancel("r", b"cancelled") is True
+
+
+async def test_a_caller_that_gives_no_attempt_is_admitted_under_0(raw_redis: Any, namespace: str) -> None:
+    keys = Keys(namespace)
+    names = [keys.request("r"), keys.stream("tokenizer", "batch"), keys.stream("prefill", "batch")]
+    assert await raw_redis.eval(redis_calls.script_source("admit"), 3, *names, "ticket", 10, b"work") == b"accepted"
+    assert await raw_redis.hget(names[0], "attempt") == b"0"
+
+
+async def test_a_closed_transport_sends_nothing_more(valkey_url: str, namespace: str, raw_redis: Any) -> None:
+    num_before = len(await raw_redis.client_list())
+    transport = await open_transport(Settings(redis_url=valkey_url, namespace=namespace))
+    await running(transport)
+    await transport.close()
+    for call in (
+        transport.admit("s", "batch", b"work"),
+        transport.receive("tokenizer", 1, 0),
+        transport.read_results("r", 0, 0),
+        transport.queue_length("tokenizer", "batch"),
+    ):
+        with pytest.raises(TransportClosed):
+            await call
+    assert len(await raw_redis.client_list()) == num_before
+    await transport.close()

@@ -203,6 +203,17 @@ async def test_a_commit_without_ack_keeps_the_lease(bench: Bench) -> None:
     assert await transport.queue_length("tokenizer", "interactive") == 1
 
 
+async def test_only_the_attempt_that_was_admitted_is_committed_and_an_older_one_ends(bench: Bench) -> None:
+    transport, admitted_at = await bench.join(), 1_764_470_000
+    assert await transport.admit("r", "interactive", b"work", admitted_at) == Accepted()
+    delivery = await take_one(transport, "tokenizer")
+    attempts = [admitted_at + 1, admitted_at, admitted_at - 1, admitted_at]
+    outcomes = await transport.commit([publish(delivery, ack=False, attempt=attempt) for attempt in attempts])
+    assert outcomes == [Outcome.FENCED, Outcome.OK, Outcome.FENCED, Outcome.ALREADY]
+    assert await transport.queue_length("tokenizer", "interactive") == 0
+    assert await transport.queue_length("prefill", "interactive") == 1
+
+
 async def test_another_attempt_is_fenced(bench: Bench) -> None:
     transport = await bench.join()
     await admitted(transport)

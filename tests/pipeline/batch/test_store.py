@@ -28,7 +28,7 @@ from pipeline.batch.store import (
 )
 from pipeline.keys import BATCH_TTL_S, MAX_QUEUE, RESULT_TTL_S, Keys
 from pipeline.messages import Terminal
-from pipeline.transport import Finish, Transaction, Transport
+from pipeline.transport import Emit, Finish, Outcome, Transaction, Transport
 from pipeline.wire import pack
 from tests.pipeline.batch.files import new_manifest
 from tests.pipeline.benches import RedisBench, take, take_one
@@ -68,27 +68,28 @@ async def begin(store: BatchStore, total: int = 3) -> None:
     assert await store.move(ID, ["validating"], "in_progress", fields) == "in_progress"
 
 
-async def feed(store: BatchStore, *indexes: int) -> None:
+async def feed(store: BatchStore, *indexes: int, attempt: int = 0) -> None:
     for index in indexes:
-        assert await feed_one(store, index, "request", pack_index(index)) == "ok"
+        assert await feed_one(store, index, "request", pack_index(index), attempt=attempt) == "ok"
 
 
 async def feed_one(
-    store: BatchStore, index: int, kind: FeedKind, payload: bytes = b"", max_queue: int = MAX_QUEUE
+    store: BatchStore, index: int, kind: FeedKind, payload: bytes = b"", max_queue: int = MAX_QUEUE, attempt: int = 0
 ) -> FeedReply:
     """Feed a line, as the one whose turn it is."""
-    return await store.feed(turn(0, "feed", FEEDER), index, kind, payload, max_queue)
+    return await store.feed(turn(0, "feed", FEEDER), index, kind, payload, max_queue, attempt)
 
 
 def pack_index(index: int) -> bytes:
     return f"request {index}".encode()
 
 
-async def end(stage: Transport, num: int, state: Any = "finished") -> None:
+async def end(stage: Transport, num: int, attempt: int = 0) -> None:
     """End the requests that come next, as a stage does."""
+    effects = (Finish(TERMINAL, "finished"),)
     for delivery in await take(stage, "tokenizer", num):
         index = int(delivery.payload.split()[-1])
-        await stage.commit([Transaction(delivery, line_request_id(ID, index), 0, (Finish(TERMINAL, state),), ack=True)])
+        await stage.commit([Transaction(delivery, line_request_id(ID, index), attempt, effects, ack=True)])
 
 
 async def done(store: BatchStore) -> list[DoneLine]:
@@ -608,9 +609,10 @@ async def test_a_line_that_was_cancelled_or_lost_its_results_begins_anew(
     await fail(store)
     await raw_redis.delete(store.keys.results(line_request_id(ID, 1)))
     await go_on(store)
-    await feed(store, 0, 1)
+    assert await feed_one(store, 0, "request", pack_index(0)) == "busy"  # entries of this attempt may be somewhere
+    await feed(store, 0, 1, attempt=1)
     assert await done(store) == []
-    await end(stage, 2)
+    await end(stage, 2, attempt=1)
     assert await store.results(ID, await done(store)) == {0: [(b"1-0", TERMINAL)], 1: [(b"1-0", TERMINAL)]}
 
 
@@ -632,3 +634,23 @@ async def test_lines_that_a_lost_record_left_are_not_counted_for_the_new_one(
     await raw_redis.delete(store.keys.batch(ID))
     await begin(store, total=2)
     assert await done(store) == []
+
+
+async def test_a_cancelled_line_that_is_fed_again_has_a_larger_attempt_than_what_is_left_of_it(
+    store: BatchStore, stage: Transport
+) -> None:
+    await begin(store, total=1)
+    mine, request_id = turn(0, "feed", FEEDER), line_request_id(ID, 0)
+    assert await store.feed(mine, 0, "request", b"old", attempt=100) == "ok"
+    await stage.cancel(request_id, CANCELLED)
+    await fail(store)
+    await go_on(store)
+    assert await store.feed(mine, 0, "request", b"new", attempt=100) == "busy"
+    assert await store.feed(mine, 0, "request", b"new", attempt=101) == "ok"
+    old, new = await take(stage, "tokenizer", 2)
+    effects = (Emit(b"a", 0, 1), Finish(TERMINAL, "finished"))
+    assert await stage.commit(
+        [Transaction(old, request_id, 100, effects, ack=True), Transaction(new, request_id, 101, effects, ack=True)]
+    ) == [Outcome.FENCED, Outcome.OK]
+    assert await stage.queue_length("tokenizer", "batch") == 0
+    assert [line.index for line in await done(store)] == [0]

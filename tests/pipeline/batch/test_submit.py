@@ -311,8 +311,13 @@ async def test_one_that_failed_begins_again_with_what_is_on_the_disk(prepare_: P
     prepared = prepare_()
     batch_id = await submit(store, prepared)
     counts = {"cursor": 3, "admitted": 3, "collected": 1, "succeeded": 1, "total": 3}
+    await in_state(store, batch_id, "in_progress", **counts)
+    number = await store.revive(batch_id, "feed")
+    assert number is not None
+    before = StepTurn(batch_id, "feed", number, "mine")
+    assert await store.begin(before) == "ok"
     ended = {"error": "disk full", "ending": "cancelled", "cancel_requested": 1, "ended_ms": 5}
-    await in_state(store, batch_id, "failed", **counts, **ended)
+    await in_state(store, batch_id, "failed", **ended)
     finish(prepared, 0, 2)
     finish(prepared, 1, reason="error")
     assert await submit(store, prepare_()) == batch_id
@@ -322,6 +327,10 @@ async def test_one_that_failed_begins_again_with_what_is_on_the_disk(prepare_: P
     )
     assert (record.succeeded, record.failed) == (2, 1)
     assert (record.error, record.ending, record.cancel_requested, record.ended_ms) == ("", "", False, 0)
+    await in_state(store, batch_id, "in_progress")
+    assert await store.begin(before) == "stale"  # whoever fed it before does not go on
+    assert await store.feed(before, 0, "request", b"x") == "moved"
+    assert await store.revive(batch_id, "feed") is not None
 
 
 async def test_a_record_that_the_server_lost_is_made_again_from_the_files(

@@ -55,9 +55,8 @@ class Work:
         return await self._commit(Finish(pack(end), "finished"), ack=True)
 
     async def _commit(self, *effects: Effect, ack: bool = False) -> Outcome:
-        return (await self._transport.commit([Transaction(self._delivery, self.request.request_id, 0, effects, ack)]))[
-            0
-        ]
+        transaction = Transaction(self._delivery, self.request.request_id, self.request.attempt, effects, ack)
+        return (await self._transport.commit([transaction]))[0]
 
 
 async def ended(client: Client, stage: Transport, *sizes: int, text: str = "") -> str:

@@ -123,8 +123,8 @@ class Flaky(MemoryTransport):
 
     lost = 0
 
-    async def admit(self, request_id: str, priority: object, payload: bytes) -> Admission:
-        reply = await super().admit(request_id, "batch", payload)
+    async def admit(self, request_id: str, priority: object, payload: bytes, attempt: int = 0) -> Admission:
+        reply = await super().admit(request_id, "batch", payload, attempt)
         if self.lost == 0:
             self.lost += 1
             raise ServerUnreachable("memory", "no answer")

@@ -1,16 +1,17 @@
 """Cancelling: the end is written at once, once, and told truly."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from pipeline.client import Client, Failure, Terminal
-from pipeline.errors import ServerUnreachable, UnknownRequest
+from pipeline.errors import InvalidRequest, ServerUnreachable, UnknownRequest
 from pipeline.memory import MemoryQueues, MemoryTransport
 from pipeline.settings import Settings
 from pipeline.transport import Outcome, Transport, TransportOptions
 from pipeline.wire import unpack
-from tests.pipeline.benches import soon
+from tests.pipeline.benches import DEADLINE_S, soon
 from tests.pipeline.client.scripted import Work, ended, tokens_of
 
 
@@ -76,3 +77,54 @@ async def test_cancel_whose_answer_is_lost_is_still_this_one(queues: MemoryQueue
     assert await client.cancel(submitted.request_id) is True
     assert transport.lost
     assert await client.cancel(submitted.request_id) is False
+
+
+async def test_a_cancelled_task_clears_up_with_calls_that_succeed(client: Client) -> None:
+    submitted = await client.enqueue("hello", model="tiny")
+    cleared_up: list[bool] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleared_up.append(await client.cancel(submitted.request_id))
+            cleared_up.append(await client.cancel(submitted.request_id))
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=DEADLINE_S)
+    assert task.cancelled()
+    assert cleared_up == [True, False]
+
+
+@pytest.mark.parametrize("wrong", ["\udcff", "", "a b", b"req_1", None, "a" * 201])
+async def test_what_is_no_id_is_refused_before_anything_is_cancelled(client: Client, wrong: Any) -> None:
+    submitted = await client.enqueue("hello", model="tiny")
+    for call in (client.cancel(wrong), client.result(wrong)):
+        with pytest.raises(InvalidRequest, match="1 to 200 letters") as refusal:
+            await call
+        assert refusal.value.field == "request_id"
+    with pytest.raises(InvalidRequest) as refusal:
+        await client.cancel_many([submitted.request_id, wrong])
+    assert refusal.value.field == "request_ids"
+    assert await client.cancel(submitted.request_id) is True
+
+
+async def test_a_cancellation_that_is_asked_for_while_the_task_runs_is_not_lost(client: Client) -> None:
+    num_calls = 0
+
+    async def work() -> None:
+        nonlocal num_calls
+        submitted = await client.enqueue("hello", model="tiny")
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()  # as Ctrl-C does, wherever the task is
+        while True:
+            await client.cancel(submitted.request_id)
+            num_calls += 1
+
+    task = asyncio.create_task(work())
+    await asyncio.wait({task}, timeout=DEADLINE_S)
+    assert task.cancelled()
+    assert num_calls == 0

@@ -8,6 +8,9 @@ from pipeline.client import Client
 from pipeline.connect import open_transport
 from pipeline.errors import ServerUnreachable, ServerUrlInvalid, SettingsError, UnknownRequest
 from pipeline.settings import Settings
+from pipeline.transport import TransportClosed
+from tests.ops.waiting import POLL_S
+from tests.pipeline.benches import DEADLINE_S, soon
 
 
 async def test_address_and_namespace_come_from_the_environment(
@@ -58,3 +61,28 @@ async def test_closed_client_keeps_no_connection(valkey_url: str, namespace: str
     assert len(await raw_redis.client_list()) > num_before
     await client.close()
     assert len(await raw_redis.client_list()) == num_before
+
+
+async def test_closing_ends_what_waits_and_leaves_no_connection(valkey_url: str, namespace: str, raw_redis) -> None:
+    num_before = len(await raw_redis.client_list())
+    client = await Client.connect(valkey_url, namespace=namespace)
+    submitted = await client.enqueue("hello", model="tiny")
+    waiting = [
+        asyncio.ensure_future(anext(client.stream(submitted.request_id))),
+        asyncio.ensure_future(client.result(submitted.request_id)),
+        asyncio.ensure_future(anext(client.gather([submitted.request_id]))),
+    ]
+    async with asyncio.timeout(DEADLINE_S):
+        while not await num_blocked(raw_redis) >= len(waiting):  # noqa: ASYNC110 - the server tells nobody
+            await asyncio.sleep(POLL_S)
+    await client.close()
+    for call in (*waiting, client.cancel(submitted.request_id), client.enqueue("hello", model="tiny")):
+        with pytest.raises(TransportClosed, match="was closed; open another one"):
+            await soon(call)
+    async with asyncio.timeout(DEADLINE_S):
+        while len(await raw_redis.client_list()) > num_before:  # noqa: ASYNC110 - it notices in its own time
+            await asyncio.sleep(POLL_S)
+
+
+async def num_blocked(raw_redis) -> int:
+    return (await raw_redis.info("clients"))["blocked_clients"]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from pipeline.client import Client, NewRequest, QueueFull, make_ask
 from pipeline.client.asks import Sampling, new_request_id
@@ -14,7 +15,7 @@ from pipeline.keys import PRIORITIES
 from pipeline.messages import ChatMessage, GenerateRequest
 from pipeline.params import MAX_SEED, SamplingParams
 from pipeline.settings import Settings
-from pipeline.transport import Transport
+from pipeline.transport import Outcome, Transport
 from pipeline.wire import MAX_BYTES, unpack
 from tests.pipeline.benches import RedisBench, soon, take, take_one
 from tests.pipeline.client.scripted import Work
@@ -86,6 +87,11 @@ CHAT = [{"role": "user", "content": "hi"}]
         ({"messages": ["hi"]}, "messages[0]", "must have role and content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "Unicode|unicode"),
         ({"prompt": "a", "model": ""}, "model", "name of a model"),
+        ({"prompt": "a", "model": "\udcff"}, "model", "not Unicode"),
+        ({"prompt": "a", "request_id": "\udcff"}, "request_id", "1 to 200 letters"),
+        ({"prompt": "a", "timeout_s": float("nan")}, "timeout_s", "number of seconds from 0 on, got nan"),
+        ({"prompt": "a", "timeout_s": -1}, "timeout_s", "number of seconds from 0 on, got -1"),
+        ({"prompt": "a", "timeout_s": "5"}, "timeout_s", "number of seconds from 0 on, got '5'"),
         ({"prompt": "a", "priority": "urgent"}, "priority", "interactive or batch"),
         ({"prompt": "a", "request_id": "a b"}, "request_id", "1 to 200 letters"),
         ({"prompt": "a", "request_id": "batch_1"}, "request_id", "ids of batches"),
@@ -178,3 +184,20 @@ def test_ids_are_long_lowercase_and_new() -> None:
         assert len(request_id) == 30
         assert request_id.removeprefix("req_").isalnum()
         assert request_id == request_id.lower()
+
+
+async def test_an_id_that_comes_again_is_not_mixed_up_with_what_is_left_of_the_request_before(
+    client: Client, stage: Transport, raw_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_us = 1_764_470_000_000_000
+    monkeypatch.setattr("pipeline.client.asks.now_us", lambda: now_us)
+    await client.enqueue("old", model="tiny", request_id="mine")
+    await client.cancel("mine")
+    await raw_redis.delete(client.keys.request("mine"), client.keys.results("mine"))  # both have expired
+    now_us += 1_000_000
+    assert not (await client.enqueue("new", model="tiny", request_id="mine")).existed
+    old, new = await Work.taken(stage), await Work.taken(stage)
+    assert (old.request.attempt, new.request.attempt) == (1_764_470_000, 1_764_470_001)
+    assert await old.emit(1) is Outcome.FENCED
+    assert await num_queued(stage) == 1
+    assert [await new.emit(2), await new.finish()] == [Outcome.OK, Outcome.OK]

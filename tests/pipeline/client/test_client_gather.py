@@ -2,10 +2,12 @@
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
 from pipeline.client import Client, Completion, Failure, Stalled
+from pipeline.errors import InvalidRequest
 from pipeline.transport import Transport
 from tests.ops.answering import FAIL_WORD
 from tests.pipeline.benches import soon
@@ -87,3 +89,16 @@ async def test_requests_of_which_none_ends_are_given_up(client: Client) -> None:
 
 async def test_nothing_to_gather_is_nothing(client: Client) -> None:
     assert [pair async for pair in client.gather([])] == []
+
+
+@pytest.mark.parametrize("wrong", ["\udcff", b"req_1", "", 5])
+async def test_what_is_no_id_is_refused_at_once(client: Client, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="1 to 200 letters") as refusal:
+        client.gather(["req_1", wrong])
+    assert refusal.value.field == "request_ids"
+
+
+@pytest.mark.parametrize("num", [0, -1, 1.5, True])
+async def test_a_number_at_a_time_that_is_none_is_refused_at_once(client: Client, num: Any) -> None:
+    with pytest.raises(InvalidRequest, match="num_at_a_time: must be a whole number from 1 on"):
+        client.gather(["req_1"], num)

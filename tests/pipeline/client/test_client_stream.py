@@ -139,8 +139,8 @@ async def test_unknown_request_is_an_error_and_not_a_wait(client: Client) -> Non
         await entries_of(client, "req_nobody")
 
 
-@pytest.mark.parametrize("after", [-1, True])
-def test_offset_that_is_none_is_refused_at_once(after: int) -> None:
+@pytest.mark.parametrize("after", [-1, True, 1.5, 2**64, "1", float("nan")])
+def test_offset_that_is_none_is_refused_at_once(after: Any) -> None:
     client = Client(MemoryTransport(MemoryQueues(), TransportOptions("client")), Settings())
     with pytest.raises(InvalidRequest, match="after: must be a number of tokens from 0 on"):
         client.stream("r", after)
@@ -234,3 +234,28 @@ async def test_tokens_that_come_again_after_the_server_lost_its_last_second_are_
         seen += [entry async for entry in stream]
     assert tokens_of(seen) == [1000 + index for index in range(9)]
     assert text_of(seen) == "".join(f"<{index}>" for index in range(9)) + "rest"
+
+
+async def test_no_text_is_lost_where_a_reader_began_inside_a_delta_and_tokens_come_again(queues: MemoryQueues) -> None:
+    client = Client(MemoryTransport(queues, TransportOptions("client")), Settings())
+    submitted = await client.enqueue("hello", model="tiny")
+    work = await Work.taken(MemoryTransport(queues, TransportOptions("stage")))
+    await work.emit(5, 3)
+    async with aclosing(client.stream(submitted.request_id, 2)) as stream:
+        seen = [await anext(stream), await anext(stream)]
+        request = queues.broker.request(submitted.request_id)
+        assert request is not None
+        # All of it is lost and comes again: its first deltas end before and behind where the reader began.
+        again = [(1, delta(0, 1)), (7, delta(1, 6)), (10, delta(7, 3))]
+        request.results[:] = [ResultEntry(offset, pack(one)) for offset, one in again]
+        request.results.append(ResultEntry(None, pack(Terminal(finish_reason="stop", text="rest"))))
+        seen += [entry async for entry in stream]
+    assert tokens_of(seen) == [1000 + index for index in range(2, 10)]
+    assert text_of(seen) == "".join(f"<{index}>" for index in range(10)) + "rest"
+
+
+@pytest.mark.parametrize("request_id", ["\ud800", b"\xff", "", "a b"])
+def test_what_is_no_id_is_refused_at_once(request_id: Any) -> None:
+    client = Client(MemoryTransport(MemoryQueues(), TransportOptions("client")), Settings())
+    with pytest.raises(InvalidRequest, match="request_id: must have 1 to 200 letters"):
+        client.stream(request_id)

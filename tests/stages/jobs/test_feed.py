@@ -38,6 +38,7 @@ async def test_lines_become_requests(bench: JobsBench, tmp_path: Path) -> None:
     assert (second.priority, second.model, second.speculate) == ("batch", "tiny", True)
     assert [message.content for message in second.messages or ()] == ["hi"]
     assert len(second.stamps) == 1
+    assert second.attempt * 1_000_000 <= second.stamps[0].at_us < (second.attempt + 60) * 1_000_000  # the time
 
 
 async def test_a_line_without_a_seed_has_the_same_one_however_often_it_is_fed(bench: JobsBench, tmp_path: Path) -> None:
