@@ -48,7 +48,7 @@ async def find_stack(settings: Settings, *, lasting: bool = False) -> FoundStack
     """
     try:
         async with asyncio.timeout(STARTING_TIMEOUT_S):
-            advert = await find_advert(settings.home)
+            advert = await find_advert(settings)
     except TimeoutError:
         raise StackStarting(f"`sluice up` in {settings.home} is still starting; try again in a moment") from None
     if advert is not None:

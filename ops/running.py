@@ -1,7 +1,6 @@
 """Tells the commands of one home whether `sluice up` runs there, so that they use its stack.
 
-Owns home/up.json: locked for as long as `up` runs (the lock ends with the process, however it ends), with
-content once its stack is ready. Knows nothing about how a stack runs.
+Owns the writing of home/up.json (pipeline/advert.py). Knows nothing about how a stack runs.
 """
 
 import asyncio
@@ -12,9 +11,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from ops.serving import Serving, Warn, warn_on_stderr
+from pipeline.advert import Advert, advert_path, is_up, read_advert
 from pipeline.connect import open_transport
 from pipeline.errors import InvalidRequest, SluiceError
 from pipeline.settings import Settings
@@ -37,22 +35,11 @@ class StackGone(SluiceError):  # noqa: N818
     code: ClassVar[str] = "stack_gone"
 
 
-class Advert(BaseModel):
-    """What others need to use a running stack."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    pid: int
-    redis_url: str
-    namespace: str
-    model: str
-
-
 class UpLock:
     """Held by `sluice up`, from before its stack starts until after it has stopped."""
 
     def __init__(self, home: Path) -> None:
-        self._file = os.open(_path(home), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(advert_path(home), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -74,20 +61,23 @@ class UpLock:
         os.close(self._file)
 
 
-async def find_advert(home: Path) -> Advert | None:
-    """Return how to use the running stack, waiting until it is ready; None where no `sluice up` runs.
+async def find_advert(settings: Settings) -> Advert | None:
+    """Return how to use the stack of `sluice up` in this home, waiting until it is ready; None where none runs.
+
+    None, too, where SLUICE_REDIS_URL names another server: then that is meant.
 
     Raises:
         StackGone: it did not get ready.
     """
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while _is_locked(home):
-        try:
-            return Advert.model_validate_json(_path(home).read_bytes())
-        except ValidationError:  # it is starting
-            if time.monotonic() > deadline:
-                raise StackGone(f"`sluice up` in {home} did not get ready") from None
-            await asyncio.sleep(POLL_S)
+    home = settings.home
+    while is_up(home):
+        advert = read_advert(home)
+        if advert is not None:
+            return advert if settings.redis_url in {None, advert.redis_url} else None
+        if time.monotonic() > deadline:
+            raise StackGone(f"`sluice up` in {home} did not get ready")
+        await asyncio.sleep(POLL_S)
     return None
 
 
@@ -114,7 +104,7 @@ class AttachedStack(Serving):
 
     async def wait_failed(self) -> SluiceError:
         """Return when `sluice up` has ended."""
-        while _is_locked(self.settings.home):  # noqa: ASYNC110 - another process's lock has no event
+        while is_up(self.settings.home):  # noqa: ASYNC110 - another process's lock has no event
             await asyncio.sleep(POLL_S)
         return StackGone("`sluice up`, whose stack this command used, has ended")
 
@@ -122,22 +112,3 @@ class AttachedStack(Serving):
         self._transport = await open_transport(self.settings, warn=self._warn)
         starting.push_async_callback(self._transport.close)
         starting.push_async_callback(self._cancel_unfinished)
-
-
-def _path(home: Path) -> Path:
-    return home / "up.json"
-
-
-def _is_locked(home: Path) -> bool:
-    try:
-        file = os.open(_path(home), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(file)

@@ -200,7 +200,7 @@ async def with_model_of_stack(settings: Settings) -> Settings:
     """Return the settings with the model that `sluice up` serves, where one runs and nobody chose another."""
     if "model" in settings.model_fields_set:
         return settings
-    advert = await find_advert(settings.home)
+    advert = await find_advert(settings)
     return settings if advert is None else settings.model_copy(update={"model": advert.model})
 
 
@@ -216,7 +216,7 @@ async def choose_stack(
         StackIncomplete: some of the stages at SLUICE_REDIS_URL that the command needs are missing.
         ServerError: that server cannot be used.
     """
-    advert = await find_advert(settings.home)
+    advert = await find_advert(settings)
     needed = needed_stages(with_jobs=with_jobs)
     if advert is None and await external_stack(settings, needed):
         if replicas:

@@ -104,7 +104,7 @@ async def _up(settings: Settings) -> AsyncIterator[tuple[Redis, dict[str, int]]]
     up = await _sluice(settings, "up", stdout=asyncio.subprocess.DEVNULL)
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
-            while (advert := await find_advert(settings.home)) is None:
+            while (advert := await find_advert(settings)) is None:
                 if up.returncode is not None:
                     raise BenchFailed("`sluice up` did not start")
                 await asyncio.sleep(SAMPLE_S)

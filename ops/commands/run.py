@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -49,6 +49,7 @@ Examples:
 """
 
 STDIN = Path("-")
+REFRESH_S = 1.0  # no progress shows more than that
 PIPE_WIDTH = 120  # a table in a log file has no terminal to ask
 
 
@@ -200,7 +201,8 @@ async def _follow(stack: Serving, prepared: Prepared, progress: RunProgress) -> 
         progress.note(f"{batch_id} goes on: {prepared.num_finished} of {prepared.num_lines} lines are finished")
     async with Batches(stack.transport, stack.settings) as batches:
         try:
-            record = await stack.watched(batches.follow(prepared, lambda seen: _show_counts(progress, prepared, seen)))
+            following = batches.follow(prepared, lambda seen: _show_counts(progress, prepared, seen))
+            record = await stack.watched(_kept_fresh(progress, following))
         except BaseException:
             progress.note(
                 f"{progress.num_done} of {prepared.num_lines} lines are finished; the same command goes on with the "
@@ -210,6 +212,21 @@ async def _follow(stack: Serving, prepared: Prepared, progress: RunProgress) -> 
         if record.id != batch_id:
             progress.note(f"{record.id} was completed while nobody followed it; --restart does it again")
         return summary_of(record), record
+
+
+async def _kept_fresh(progress: RunProgress, following: Coroutine[Any, Any, BatchRecord]) -> BatchRecord:
+    """Show the progress now and then, also where nothing changes: the last change may have come too early to show."""
+
+    async def refresh() -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            progress.refresh()
+
+    refreshing = asyncio.create_task(refresh())
+    try:
+        return await following
+    finally:
+        refreshing.cancel()
 
 
 async def _memory(settings: Settings, record: BatchRecord) -> list[str]:

@@ -88,7 +88,7 @@ class BatchDirectory:
 
     def create(self, manifest: Manifest) -> None:
         """Make the directory this batch's, with nothing but its manifest; call it inside `alone`."""
-        self.remove()  # what has no manifest is no batch
+        self.drop()  # what has no manifest is no batch
         self.path.mkdir(mode=0o700)
         self.replace_manifest(manifest)
 
@@ -103,7 +103,12 @@ class BatchDirectory:
         temporary.replace(self._manifest)
 
     def remove(self) -> None:
-        """Delete everything, as far as others see in one moment; call it inside `alone`."""
+        """Delete everything, as far as others see in one moment."""
+        with alone(self.path.parent):
+            self.drop()
+
+    def drop(self) -> None:
+        """Do the same inside `alone`."""
         removed = self.path.with_name(_REMOVED + secrets.token_hex(8))
         try:
             self.path.rename(removed)  # whoever still has files of it open writes to these, and not to its successor's

@@ -213,7 +213,7 @@ def _give_up(directory: BatchDirectory) -> GivenUp | None:
                 path.unlink(missing_ok=True)
             given_up = GivenUp(manifest.batch_id, frozenset())
             given_up = GivenUp(manifest.batch_id, frozenset(read_records(directory)["index"].tolist()))
-    directory.remove()
+    directory.drop()
     return given_up
 
 

@@ -8,13 +8,14 @@ caller has in flight. Knows nothing about the processes of a stack.
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Self, Unpack
 
+from pipeline.advert import read_advert
 from pipeline.batch.results import Completion, outcome_of
 from pipeline.client.answers import Answer, Timing
 from pipeline.client.arguments import check_id, check_ids, check_num_at_a_time, check_position
 from pipeline.client.asks import Ask, NewRequest, Sampling, Submitted, make_ask, new_request_id
 from pipeline.client.batches import Batches
 from pipeline.client.cancel import CancelOutcome, cancel, cancel_any
-from pipeline.client.errors import QueueFull
+from pipeline.client.errors import NoStack, QueueFull
 from pipeline.client.follow import BLOCK_S, ResultReader
 from pipeline.client.gather import NUM_TURNS, gather
 from pipeline.client.patience import PATIENCE_S, STALL_TIMEOUT_S, Patience
@@ -78,17 +79,24 @@ class Client:
         """Return a client of a stack; close it, or use it in an `async with`.
 
         Args:
-            url: the server's address, as `sluice up` prints it; SLUICE_REDIS_URL by default.
-            namespace: the prefix of the stack's keys; SLUICE_NAMESPACE by default.
+            url: the server's address; SLUICE_REDIS_URL by default, else that of the `sluice up` in this home.
+            namespace: the prefix of the stack's keys; SLUICE_NAMESPACE by default, or what that `sluice up` has.
             patience_s: how long the server may be away before a call fails.
             stall_timeout_s: how long to wait for results while no request of this client moves.
 
         Raises:
             SettingsError: a SLUICE_* variable is wrong.
+            NoStack: no address was given, and nothing says where a stack is.
             ServerError: the server does not answer, or is not fit; says why.
         """
         given = {"redis_url": url, "namespace": namespace}
         settings = load_settings(**{name: value for name, value in given.items() if value is not None})
+        advert = read_advert(settings.home) if settings.redis_url is None else None
+        if advert is not None:
+            theirs = {"redis_url": advert.redis_url, "namespace": namespace or advert.namespace}
+            settings = settings.model_copy(update=theirs)
+        if settings.redis_url is None:
+            raise NoStack(settings.home)
         transport = await open_transport(settings)
         client = cls(transport, settings, patience_s=patience_s, stall_timeout_s=stall_timeout_s)
         client._owns_transport = True

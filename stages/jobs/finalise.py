@@ -9,7 +9,6 @@ which nothing can make wrong.
 from collections.abc import Iterator
 from typing import cast
 
-from pipeline.batch.directory import BatchDirectory, alone
 from pipeline.batch.errors import BatchFilesDamaged, BatchFilesGone
 from pipeline.batch.figures import BatchSummary, Highlights, summarise_records
 from pipeline.batch.input_index import InputLines
@@ -50,7 +49,7 @@ async def finalise(turn: Turn) -> None:
             if await store.move(record.id, ["finalizing"], "finalizing", fields) != "finalizing":
                 return
             await turn.in_thread(output.put_in_place)
-            await turn.in_thread(_remove, turn.directory)
+            await turn.in_thread(turn.directory.remove)
     except BatchFilesGone:
         if not record.summary:
             raise
@@ -66,11 +65,6 @@ def _fields(summary: BatchSummary) -> dict[str, Arg]:
         "prompt_tokens": summary.prompt_tokens,
         "output_tokens": summary.output_tokens,
     }
-
-
-def _remove(directory: BatchDirectory) -> None:
-    with alone(directory.path.parent):
-        directory.remove()
 
 
 def _write(turn: Turn, output: OutputFiles) -> BatchSummary:

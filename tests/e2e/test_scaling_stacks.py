@@ -61,7 +61,7 @@ async def running_up(settings: Settings) -> AsyncIterator[AttachedStack]:
         )
     try:
         await holds(lambda: ask_status(settings.home))
-        advert = await find_advert(settings.home)
+        advert = await find_advert(settings)
         assert advert is not None, path.read_text()
         async with AttachedStack(settings, advert) as stack:
             yield stack

@@ -190,7 +190,7 @@ async def test_ctrl_c_on_generate_cancels_the_request_on_the_stack_that_is_up(
 ) -> None:
     async with sluice_process(procfile, "up") as up:
         await line_with(up.stderr, "ready after")
-        advert = await find_advert(stack_settings.home)
+        advert = await find_advert(stack_settings)
         assert advert is not None
         async with await Client.connect(advert.redis_url, namespace=advert.namespace) as client:
             async with sluice_process(procfile, "generate", f"one two {HANG_WORD}") as generate:

@@ -1,12 +1,15 @@
 """Connecting: where to, with what, and who closes it."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from ops.running import UpLock
 from pipeline.client import Client
+from pipeline.client.errors import NoStack
 from pipeline.connect import open_transport
-from pipeline.errors import ServerUnreachable, ServerUrlInvalid, SettingsError, UnknownRequest
+from pipeline.errors import ServerUnreachable, SettingsError, UnknownRequest
 from pipeline.settings import Settings
 from pipeline.transport import TransportClosed
 from tests.ops.waiting import POLL_S
@@ -27,9 +30,24 @@ async def test_address_and_namespace_come_from_the_environment(
             await other.result(submitted.request_id)
 
 
-async def test_missing_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_address_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SLUICE_REDIS_URL", raising=False)
-    with pytest.raises(ServerUrlInvalid, match="SLUICE_REDIS_URL: is not set; `sluice up` starts a server"):
+    monkeypatch.setenv("SLUICE_HOME", str(tmp_path))
+    with pytest.raises(NoStack, match="no `sluice up` runs in .*, SLUICE_REDIS_URL is not set"):
+        await Client.connect()
+
+
+async def test_the_stack_of_the_home_is_found_while_it_is_up(
+    valkey_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("SLUICE_REDIS_URL", raising=False)
+    monkeypatch.setenv("SLUICE_HOME", str(tmp_path))
+    lock = UpLock(tmp_path)
+    lock.announce(Settings(home=tmp_path, redis_url=valkey_url, namespace=namespace))
+    async with await Client.connect() as client:
+        assert (client.settings.redis_url, client.keys.namespace) == (valkey_url, namespace)
+    lock.release()
+    with pytest.raises(NoStack):
         await Client.connect()
 
 
