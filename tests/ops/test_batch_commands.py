@@ -173,21 +173,18 @@ async def test_cancel_takes_batches_and_requests(
 
 
 async def test_a_batch_that_is_cancelled_ends_its_command_with_what_it_has(
-    stack_env: dict[str, str], procfile: Path, tmp_path: Path
+    stack_env: dict[str, str], procfile: Path, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", chat("one"), chat("hangs", HANG_WORD))
-    async with sluice_process(procfile, "up") as up:
-        await line_with(up.stderr, "ready after")
-        async with sluice_process(procfile, "run", "-i", source, "-o", tmp_path / "out.jsonl", "--json") as run:
-            await line_with(run.stdout, '"num_done": 1')
-            batch_id = unfinished(stack_env)
-            async with sluice_process(procfile, "cancel", batch_id) as cancel:
-                stdout, _ = await asyncio.wait_for(cancel.communicate(), DEADLINE_S)
-                assert (cancel.returncode, stdout.startswith(f"{batch_id} is cancelled".encode())) == (0, True)
-            stdout, stderr = await asyncio.wait_for(run.communicate(), DEADLINE_S)
-            assert run.returncode == 1, stderr
-        up.send_signal(signal.SIGINT)
-        await asyncio.wait_for(up.communicate(), DEADLINE_S)
+    async with sluice_process(procfile, "run", "-i", source, "-o", tmp_path / "out.jsonl", "--json") as run:
+        await line_with(run.stdout, '"num_done": 1')
+        batch_id = unfinished(stack_env)
+        monkeypatch.setenv("SLUICE_REDIS_URL", f"unix://{home}/valkey/server.sock")  # that of the command's own stack
+        async with sluice_process(procfile, "cancel", batch_id) as cancel:
+            stdout, _ = await asyncio.wait_for(cancel.communicate(), DEADLINE_S)
+            assert (cancel.returncode, stdout.startswith(f"{batch_id} is cancelled".encode())) == (0, True)
+        stdout, stderr = await asyncio.wait_for(run.communicate(), DEADLINE_S)
+        assert run.returncode == 1, stderr
     figures = json.loads(stdout.splitlines()[-1])
     assert (figures["event"], figures["num_succeeded"], figures["num_failed"]) == ("cancelled", 1, 1)
     assert [error["code"] for error in figures["errors"]] == ["batch_cancelled"]

@@ -33,7 +33,7 @@ async def test_address_and_namespace_come_from_the_environment(
 async def test_missing_address_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SLUICE_REDIS_URL", raising=False)
     monkeypatch.setenv("SLUICE_HOME", str(tmp_path))
-    with pytest.raises(NoStack, match="no `sluice up` runs in .*, SLUICE_REDIS_URL is not set"):
+    with pytest.raises(NoStack, match=r"no `sluice up` runs in .*, SLUICE_REDIS_URL is not set"):
         await Client.connect()
 
 

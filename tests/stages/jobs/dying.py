@@ -1,9 +1,12 @@
-"""A jobs process that kills itself at one point of one step: `dying.py NAMESPACE URL DIRECTORY POINT`.
+"""Jobs processes that kill themselves, each at one point of one step.
 
-With short waits, and without what the other stages need: it is the bench's jobs process in a process of its own.
+Reads [namespace, url, directory, point] as JSON lines, starts a process for each, and writes [point, signal] when that
+has ended. They are forks of this one, which has imported everything and has no thread; their waits are short, and they
+are without what the other stages need.
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -89,13 +92,26 @@ def arm(point: Point) -> None:
     setattr(point.owner, point.name, wait_for_it if iscoroutinefunction(call) else do_it)
 
 
-async def main(namespace: str, url: str, directory: str, point: str) -> None:
+async def work(namespace: str, url: str, directory: str) -> None:
     settings = Settings(redis_url=url, namespace=namespace, home=Path(directory) / "home")
-    arm(POINTS[point])
     async with JobsBench(settings, Path(directory), None) as bench, bench.working():
         await asyncio.sleep(60)  # longer than anything lets it live
 
 
+def watch(namespace: str, url: str, directory: str, point: str) -> None:
+    """Start one and say how it ended."""
+    victim = os.fork()
+    if victim == 0:
+        arm(POINTS[point])
+        asyncio.run(work(namespace, url, directory))
+        os._exit(1)
+    _, status = os.waitpid(victim, 0)
+    os.write(sys.stdout.fileno(), f"{json.dumps([point, os.waitstatus_to_exitcode(status)])}\n".encode())
+
+
 if __name__ == "__main__":
     shorten_waits(pytest.MonkeyPatch())
-    asyncio.run(main(*sys.argv[1:]))
+    for line in sys.stdin:
+        if os.fork() == 0:
+            watch(*json.loads(line))
+            os._exit(0)

@@ -1,6 +1,7 @@
 """Jobs processes that die in every step: whoever comes after them goes on, and nothing is lost or there twice."""
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +25,7 @@ from tests.stages.jobs.bench import DEADLINE_S, JobsBench, chat, ids_in, names_i
 from tests.stages.jobs.dying import POINTS
 
 ROOT = Path(__file__).parents[3]
-NUM_AT_A_TIME = 4
+NUM_AT_A_TIME = 7
 LINES = [chat("one"), "{", chat("two"), chat("three")]
 HANGING = [chat("one"), chat("hangs", HANG_WORD), chat("hangs too", HANG_WORD)]
 
@@ -42,23 +43,52 @@ def make(directory: Path) -> None:
     directory.mkdir()
 
 
-async def killed_jobs(bench: JobsBench, point: str) -> None:
-    """Run a jobs process until it has killed itself."""
-    words = (bench.settings.namespace, str(bench.settings.redis_url), str(bench.directory), point)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.stages.jobs.dying", *words, cwd=ROOT)
+class Dying:
+    """Starts jobs processes that kill themselves, and tells when they have."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._ended: dict[str, asyncio.Future[int]] = {}
+
+    async def killed(self, bench: JobsBench, point: str) -> None:
+        """Run a jobs process until it has killed itself."""
+        assert self._process.stdin is not None
+        self._ended[point] = asyncio.get_running_loop().create_future()
+        words = (bench.settings.namespace, str(bench.settings.redis_url), str(bench.directory), point)
+        self._process.stdin.write(json.dumps(words).encode() + b"\n")
+        assert await asyncio.wait_for(self._ended[point], DEADLINE_S) == -signal.SIGKILL, point
+
+    async def listen(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            point, code = json.loads(line)
+            self._ended[point].set_result(code)
+
+
+@asynccontextmanager
+async def dying_processes() -> AsyncIterator[Dying]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.stages.jobs.dying"),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    dying = Dying(process)
+    listening = asyncio.create_task(dying.listen())
     try:
-        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == -signal.SIGKILL, point
+        yield dying
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        process.kill()
+        await process.wait()
 
 
 def bytes_of(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-async def dies_and_goes_on(bench: JobsBench, point: str) -> None:
+async def dies_and_goes_on(bench: JobsBench, dying: Dying, point: str) -> None:
     """Let a jobs process die at a point; the next one has to bring the batch to its end."""
     ends_early = point.startswith(("cancel", "expire"))
     source = write_lines(bench.directory / "in.jsonl", HANGING if ends_early else LINES)
@@ -66,14 +96,14 @@ async def dies_and_goes_on(bench: JobsBench, point: str) -> None:
     directory = bench.prepare(source).directory
     async with bench.answering():
         batch_id = await bench.submit(source)
-        dying = asyncio.create_task(killed_jobs(bench, point))
+        killed = asyncio.create_task(dying.killed(bench, point))
         if ends_early:
             await bench.sees(batch_id, lambda record: record.cursor == 3 and record.num_finished == 1)
         if point.startswith("cancel"):
             await bench.store.cancel(batch_id)
         elif point.startswith("expire"):
             await bench.store.move(batch_id, ["in_progress"], None, {"deadline_ms": 1})
-        await dying
+        await killed
         before = bytes_of(directory.finished_lines), bytes_of(target), bytes_of(errors)
         async with bench.working():
             record = await bench.ended(batch_id)
@@ -113,9 +143,10 @@ async def test_killed_at_any_point_of_any_step(
 
     async def try_out(number: int, point: str) -> None:
         async with free, bench_of(valkey_url, f"{namespace}-{number}", tmp_path / str(number), raw_redis) as bench:
-            await dies_and_goes_on(bench, point)
+            await dies_and_goes_on(bench, dying, point)
 
-    await asyncio.gather(*(try_out(number, point) for number, point in enumerate(POINTS)))
+    async with dying_processes() as dying:
+        await asyncio.gather(*(try_out(number, point) for number, point in enumerate(POINTS)))
 
 
 class Killed(BaseException):
@@ -141,7 +172,7 @@ class DyingCalls(RedisCalls):
         return result
 
 
-def dying(jobs: Jobs, num_calls: int, *, after: bool) -> tuple[Jobs, DyingCalls]:
+def mortal(jobs: Jobs, num_calls: int, *, after: bool) -> tuple[Jobs, DyingCalls]:
     """A jobs process that ends with its num-th call, before the server hears of it or before the answer comes."""
     store = BatchStore(jobs.store._client, "test", jobs.store.keys)
     calls = DyingCalls(store._calls, num_calls, after=after)
@@ -149,17 +180,14 @@ def dying(jobs: Jobs, num_calls: int, *, after: bool) -> tuple[Jobs, DyingCalls]
     return replace(jobs, store=store), calls
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("ending", ["completed", "cancelled", "expired"])
-async def test_killed_at_any_call_to_the_server(
-    bench: JobsBench, monkeypatch: pytest.MonkeyPatch, ending: str, after: bool
-) -> None:
+async def test_killed_at_any_call_to_the_server(bench: JobsBench, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     monkeypatch.setattr(turn, "SLICE_S", 0.2)
     monkeypatch.setattr(turn, "RENEWALS_PER_LEASE", 0.01)  # so that the number of calls is always the same
 
-    async def run(jobs: Jobs, num_calls: int) -> int:
+    async def run(jobs: Jobs, num_calls: int, *, after: bool) -> int:
         """Return how many calls were made by a process that died, or lived."""
-        name = f"{ending}-{num_calls}"
+        name = f"{ending}-{num_calls}-{after}"
         source = write_lines(bench.directory / f"{name}.in", LINES if ending == "completed" else HANGING)
         target = bench.directory / f"{name}.jsonl"
         batch_id = await bench.submit(source, target)
@@ -169,9 +197,9 @@ async def test_killed_at_any_call_to_the_server(
             await bench.store.cancel(batch_id)
         elif ending == "expired":
             await bench.store.move(batch_id, ["in_progress"], "expiring")
-        mortal, calls = dying(jobs, num_calls, after=after)
+        dying, calls = mortal(jobs, num_calls, after=after)
         with suppress(Killed):
-            await bench.drive(mortal, batch_id, until=lambda record: record.is_over)
+            await bench.drive(dying, batch_id, until=lambda record: record.is_over)
         record = await bench.drive(jobs, batch_id, until=lambda record: record.is_over)
         is_right(record, "cancel" if ending == "cancelled" else "expire" if ending == "expired" else "", record.total)
         assert ids_in(target) == (["one", "two", "three"] if ending == "completed" else ["one"])
@@ -180,7 +208,8 @@ async def test_killed_at_any_call_to_the_server(
         return calls.num_done
 
     async with bench.answering(), bench.jobs() as jobs:
-        num_calls = await run(jobs, 10_000)
+        num_calls = await run(jobs, 10_000, after=False)
         assert num_calls > 10
-        await asyncio.gather(*(run(jobs, number) for number in range(1, num_calls + 1)))
+        points = [(number, after) for number in range(1, num_calls + 1) for after in (False, True)]
+        await asyncio.gather(*(run(jobs, number, after=after) for number, after in points))
     assert names_in(bench.batches) == {".lock"}
