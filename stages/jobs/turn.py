@@ -88,18 +88,17 @@ Step = Callable[[Turn], Awaitable[None]]
 async def take_turn(jobs: Jobs, name: StepName, step: Step, batch_id: str, number: int) -> None:
     """Work one turn of a step, if it is this job's to work."""
     turn = StepTurn(batch_id, name, number, new_nonce())
-    if await jobs.store.begin(turn) != "ok":
-        return
     try:
+        if await jobs.store.begin(turn) != "ok":
+            return
         await _work(jobs, turn, step)
         state = (await jobs.store.read(batch_id)).state
+        if not jobs.stopping.is_set():
+            await jobs.scheduler.drive(jobs.store, batch_id, state)
     except UnknownBatch:  # deleted under our hands
         return
     except ServerError as error:  # the lease runs out, and the step is tried again
         log.warning("step_gave_up", batch_id=batch_id, step=name, problem=str(error))
-        return
-    if not jobs.stopping.is_set():
-        await jobs.scheduler.drive(jobs.store, batch_id, state)
 
 
 async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
@@ -128,6 +127,8 @@ async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
 
 
 async def _fail(store: BatchStore, turn: StepTurn, reason: str) -> None:
+    if await store.begin(turn) != "ok":
+        return  # whoever has the turn now may find things in order
     await store.move(turn.batch_id, tuple(STEPS), "failed", {"error": reason, "ended_ms": NOW})
     log.warning("batch_failed", batch_id=turn.batch_id, step=turn.step, reason=reason)
 

@@ -60,7 +60,7 @@ async def test_a_server_without_a_stack_has_nothing(observer: Observer, namespac
     overview = await observer.look()
     assert overview.namespace == namespace
     assert overview.server.address == "unix:///somewhere"
-    assert overview.server.version.startswith("Valkey ")
+    assert overview.server.version.startswith(("Valkey ", "Redis "))
     assert overview.server.used_memory_bytes > 0
     assert overview.server.max_memory_bytes is None
     assert (overview.processes, overview.kv, overview.dead, overview.ended) == ((), None, {}, ())

@@ -21,6 +21,7 @@ import pytest
 from pipeline.batch import directory, input_index, journal
 from pipeline.batch.directory import BatchDirectory
 from pipeline.batch.store import BatchStore
+from pipeline.logs import configure_logs
 from pipeline.redis_streams import RedisStreams
 from pipeline.settings import Settings
 from stages.jobs import output
@@ -110,6 +111,7 @@ def watch(namespace: str, url: str, directory: str, point: str) -> None:
 
 
 if __name__ == "__main__":
+    configure_logs("jobs", "error")
     shorten_waits(pytest.MonkeyPatch())
     for line in sys.stdin:
         if os.fork() == 0:

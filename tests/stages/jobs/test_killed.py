@@ -56,7 +56,10 @@ class Dying:
         self._ended[point] = asyncio.get_running_loop().create_future()
         words = (bench.settings.namespace, str(bench.settings.redis_url), str(bench.directory), point)
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
-        assert await asyncio.wait_for(self._ended[point], DEADLINE_S) == -signal.SIGKILL, point
+        try:
+            assert await asyncio.wait_for(self._ended[point], DEADLINE_S) == -signal.SIGKILL, point
+        except TimeoutError:
+            raise AssertionError(f"it did not come to {point}") from None
 
     async def listen(self) -> None:
         assert self._process.stdout is not None
@@ -145,8 +148,9 @@ async def test_killed_at_any_point_of_any_step(
         async with free, bench_of(valkey_url, f"{namespace}-{number}", tmp_path / str(number), raw_redis) as bench:
             await dies_and_goes_on(bench, dying, point)
 
-    async with dying_processes() as dying:
-        await asyncio.gather(*(try_out(number, point) for number, point in enumerate(POINTS)))
+    async with dying_processes() as dying, asyncio.TaskGroup() as tasks:
+        for number, point in enumerate(POINTS):
+            tasks.create_task(try_out(number, point))
 
 
 class Killed(BaseException):
@@ -210,6 +214,8 @@ async def test_killed_at_any_call_to_the_server(bench: JobsBench, monkeypatch: p
     async with bench.answering(), bench.jobs() as jobs:
         num_calls = await run(jobs, 10_000, after=False)
         assert num_calls > 10
-        points = [(number, after) for number in range(1, num_calls + 1) for after in (False, True)]
-        await asyncio.gather(*(run(jobs, number, after=after) for number, after in points))
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(1, num_calls + 1):
+                for after in (False, True):
+                    tasks.create_task(run(jobs, number, after=after))
     assert names_in(bench.batches) == {".lock"}

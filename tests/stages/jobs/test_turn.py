@@ -109,6 +109,18 @@ async def test_a_step_that_cannot_be_done_fails_the_batch_with_the_reason(bench:
     assert record.ended_ms > 0
 
 
+async def test_a_turn_that_was_lost_fails_nothing(bench: JobsBench, source: Path) -> None:
+    async with bench.jobs() as jobs:
+        batch_id, number = await begun(bench, jobs, source)
+
+        async def fail(_: Turn) -> None:
+            await bench.raw.hset(bench.keys.batch(batch_id), "validate_number", number + 1)
+            raise FileNotFoundError(2, "somebody else has moved it")
+
+        await take_turn(jobs, "validate", fail, batch_id, number)
+    assert (await bench.store.read(batch_id)).state == "validating"
+
+
 async def test_our_own_mistakes_are_told_too_without_what_they_were_about(bench: JobsBench, source: Path) -> None:
     with capture_logs() as lines:
         record = await after(bench, source, ValueError("the prompt is a secret"))
