@@ -170,6 +170,15 @@ def test_missing_model_is_a_usage_error_that_says_what_to_do(sluice: Sluice, tmp
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_run_that_is_refused_leaves_no_batch_behind(sluice: Sluice, tmp_path: Path, home: Path) -> None:
+    source = write_lines(tmp_path, chat("one", "a"))
+    result = sluice("run", "-i", source, "-o", tmp_path / "out.jsonl", "-m", "smollm2-135m-instruct")
+    assert result.exit_code == 2
+    assert list(home.glob("batches/*/manifest.json")) == []
+    result = sluice("run", "-i", source, "-o", tmp_path / "out.jsonl")
+    assert result.exit_code == 0, result.stderr
+
+
 def test_unknown_setting_is_a_usage_error_that_names_the_nearest(
     sluice: Sluice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,3 +249,20 @@ def test_paths_mean_the_same_to_everybody(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_errors_lie_beside_the_results(target: str, errors: str) -> None:
     assert errors_path(Path("/d") / target) == Path("/d") / errors
+
+
+async def test_what_was_completed_unseen_is_told_and_not_done_again(
+    bench: JobsBench, batches: Batches, source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.jsonl"
+    prepared = await prepare_in_thread(batch_options(source, target, model=MODEL), batches_dir(tmp_path / "home"))
+    async with bench.answering(), bench.working():
+        batch_id = await batches.submit(prepared)  # and whoever did leaves
+        await bench.sees(batch_id, lambda record: record.state == "completed")
+        first = target.read_bytes()
+        summary = await batches.run(source, target, model=MODEL)
+        assert (summary.num_lines, target.read_bytes()) == (3, first)
+        assert [record.id for record in await batches.all()] == [batch_id]
+        await batches.run(source, target, model=MODEL)  # its end was seen: now it is done again
+    assert len(await batches.all()) == 2
+    assert list(batches_dir(tmp_path / "home").glob("*/manifest.json")) == []
