@@ -31,13 +31,13 @@ def table(summary: BatchSummary) -> Table:
     return shown
 
 
-def totals(summary: BatchSummary, wall_s: float) -> str:
-    """Return the totals as a few sentences; wall_s is the time that the output tokens took."""
+def totals(summary: BatchSummary, wall_s: float | None) -> str:
+    """Return the totals as a few sentences; wall_s is the time that the output tokens took, where that is known."""
     failed = f", {summary.num_failed} of them failed" if summary.num_failed else ""
-    rate = summary.output_tokens / wall_s if wall_s > 0 else 0.0
+    pace = "" if wall_s is None else f" in {wall_s:.1f} s, {_rate(summary, wall_s):.1f} output tok/s"
     lines = [
         f"{summary.num_lines} lines{failed}: {summary.prompt_tokens} prompt tokens, "
-        f"{summary.output_tokens} output tokens in {wall_s:.1f} s, {rate:.1f} output tok/s"
+        f"{summary.output_tokens} output tokens{pace}"
     ]
     if summary.ttft_ms is not None:
         lines.append(f"TTFT {_spread(summary.ttft_ms)}, TPOT {_spread(summary.tpot_ms)}")
@@ -60,20 +60,24 @@ def profile(summary: BatchSummary) -> Table:
     return shown
 
 
-def figures(summary: BatchSummary, wall_s: float) -> dict[str, object]:
+def figures(summary: BatchSummary, wall_s: float | None) -> dict[str, object]:
     """Return all figures as an object for scripts; lines are in the output, not here."""
-    rate = summary.output_tokens / wall_s if wall_s > 0 else 0.0
     accepted = summary.acceptance_rate
-    return summary.model_dump(mode="json", exclude={"rows"}) | {
-        "wall_s": round(wall_s, 3),
-        "output_tokens_per_s": round(rate, 2),
+    pace: dict[str, object] = {
+        "wall_s": None if wall_s is None else round(wall_s, 3),
+        "output_tokens_per_s": None if wall_s is None else round(_rate(summary, wall_s), 2),
         "acceptance_rate": None if accepted is None else round(accepted, 4),
     }
+    return summary.model_dump(mode="json", exclude={"rows"}) | pace
 
 
 def printable(text: str) -> str:
     """Return what others wrote, without what would move a terminal's cursor or colours."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def _rate(summary: BatchSummary, wall_s: float) -> float:
+    return summary.output_tokens / wall_s if wall_s > 0 else 0.0
 
 
 def _spread(values: Spread | None) -> str:

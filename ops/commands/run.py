@@ -164,7 +164,9 @@ async def _run(wanted: Wanted, number_of: dict[str, int], shown: RunOptions) -> 
             prepared = await prepare_in_thread(batch, directory, stdin, restart=shown.restart)
             summary, record = await _follow(stack, prepared, progress)
             memory = await _memory(stack.settings, record) if shown.log_memory else []
-    _show(summary, record, memory, shown)
+    # Of a batch that was interrupted nobody knows how long it was worked on.
+    wall_s = (record.ended_ms - record.started_ms) / 1000 if prepared.is_new and not record.recovered else None
+    _show(summary, record, wall_s, memory, shown)
     return EXIT_FAILED if summary.num_failed or record.state != "completed" else 0
 
 
@@ -253,8 +255,9 @@ def _progress(num_lines: int, shown: RunOptions) -> RunProgress:
     return make_progress(num_lines, sys.stderr)
 
 
-def _show(summary: BatchSummary, record: BatchRecord, memory: list[str], shown: RunOptions) -> None:
-    wall_s = max(record.ended_ms - record.started_ms, 0) / 1000
+def _show(
+    summary: BatchSummary, record: BatchRecord, wall_s: float | None, memory: list[str], shown: RunOptions
+) -> None:
     if shown.as_json:
         figures = report.figures(summary, wall_s)
         files = {"output": str(record.options.target), "errors_file": str(record.options.errors)}

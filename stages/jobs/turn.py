@@ -111,7 +111,7 @@ async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
     except (TurnLost, BatchLocked):
         pass
     except (BatchError, OSError) as error:
-        await _fail(jobs.store, turn, str(error))
+        await _fail(jobs.store, turn, _reason(error, mine.record))
     except Exception as error:  # noqa: BLE001 - the harness of all steps: whoever waits must hear of it
         # Neither its text nor its traceback's: they may hold a prompt.
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -124,6 +124,12 @@ async def _work(jobs: Jobs, turn: StepTurn, step: Step) -> None:
         await asyncio.gather(renewing, return_exceptions=True)
     # One whose time was up goes on at once; one that had nothing more to do looks again in a while.
     await jobs.store.end(turn, 0.0 if mine.is_over else STEP_GRACE_S)
+
+
+def _reason(error: BatchError | OSError, record: BatchRecord) -> str:
+    if isinstance(error, OSError) and error.filename is None:  # of a full disk, say
+        return f"{error} (its files are in {record.directory}, its output is {record.options.target})"
+    return str(error)
 
 
 async def _fail(store: BatchStore, turn: StepTurn, reason: str) -> None:

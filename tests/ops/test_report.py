@@ -87,6 +87,21 @@ def test_totals_read_as_sentences() -> None:
     )
 
 
+def test_of_a_batch_that_was_interrupted_no_pace_is_told() -> None:
+    assert report.totals(SUMMARY, None).splitlines()[0] == (
+        "3 lines, 1 of them failed: 20 prompt tokens, 6 output tokens"
+    )
+    figures = report.figures(SUMMARY, None)
+    assert (figures["wall_s"], figures["output_tokens_per_s"]) == (None, None)
+
+
+def test_what_others_wrote_is_no_markup_and_moves_no_cursor() -> None:
+    row = SUMMARY.rows[0].model_copy(update={"custom_id": "[/red]\x1b[2J[b]"})
+    rows = rows_of(report.table(SUMMARY.model_copy(update={"rows": (row,)})))
+    assert rows[2][0] == "[/red]\\x1b[2J[b]"
+    assert report.printable("a\tb ü") == "a\\tb ü"
+
+
 def test_profile_shows_the_share_of_each_phase() -> None:
     rows = rows_of(report.profile(SUMMARY))
     assert [row[:3] for row in rows[-2:]] == [["prefill", "30.0", "%"], ["decode", "70.0", "%"]]

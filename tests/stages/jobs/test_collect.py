@@ -97,7 +97,7 @@ async def test_lines_that_the_end_of_the_batch_cut_off_are_told_from_others_in_e
     assert [line["error"]["code"] for line in records_in(tmp_path / "out.errors.jsonl")] == ["batch_cancelled"] * 2
 
 
-@pytest.mark.parametrize("room", [0, 300, 1000])
+@pytest.mark.parametrize("room", [0, 1000])
 async def test_a_disk_that_is_full_stops_the_batch_and_once_it_is_not_the_batch_goes_on(
     bench: JobsBench, source: Path, tmp_path: Path, leftovers: Leftovers, room: int
 ) -> None:
@@ -107,6 +107,7 @@ async def test_a_disk_that_is_full_stops_the_batch_and_once_it_is_not_the_batch_
         with disk_of(room):
             record = await bench.drive(jobs, batch_id, until=lambda record: record.is_over)
     assert (record.state, "File too large" in record.error) == ("failed", True)
+    assert f"its files are in {record.directory}" in record.error
     assert not (tmp_path / "out.jsonl").exists()
     assert [line for line in await leftovers() if "holds" in line or ":batch" in line] == []
     prepared = bench.prepare(source)
@@ -116,6 +117,26 @@ async def test_a_disk_that_is_full_stops_the_batch_and_once_it_is_not_the_batch_
         record = await bench.sees(batch_id, lambda record: record.state == "completed")
     assert (record.succeeded, record.failed, record.admitted) == (8, 0, 8 - prepared.num_finished)
     assert ids_in(tmp_path / "out.jsonl") == [f"id-{number}" for number in range(8)]
+    assert await leftovers() == []
+
+
+async def test_results_of_a_batch_that_was_given_up_do_not_come_among_those_of_its_successor(
+    bench: JobsBench, source: Path, tmp_path: Path, leftovers: Leftovers
+) -> None:
+    batch_id = await in_flight(bench, source)
+    await answered(bench, batch_id, 8)
+    again = bench.prepare(source, restart=True)  # and the command was killed before it could say so
+    async with bench.working():
+        record = await bench.ended(batch_id)
+        assert (record.state, "gave it up" in record.error) == ("failed", True)
+        assert not again.directory.finished_lines.exists()
+        assert await bench.submit(source) == again.manifest.batch_id
+        async with bench.answering():
+            record = await bench.ended(again.manifest.batch_id)
+    assert (record.state, record.admitted) == ("completed", 8)
+    assert {line["id"].rpartition("-")[0] for line in records_in(tmp_path / "out.jsonl")} == {
+        f"batch_req_{again.manifest.batch_id.removeprefix('batch_')}"
+    }
     assert await leftovers() == []
 
 

@@ -184,7 +184,7 @@ def mortal(jobs: Jobs, num_calls: int, *, after: bool) -> tuple[Jobs, DyingCalls
     return replace(jobs, store=store), calls
 
 
-@pytest.mark.parametrize("ending", ["completed", "cancelled", "expired"])
+@pytest.mark.parametrize("ending", ["completed", "cancelled", pytest.param("expired", marks=pytest.mark.slow)])
 async def test_killed_at_any_call_to_the_server(bench: JobsBench, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     monkeypatch.setattr(turn, "SLICE_S", 0.2)
     monkeypatch.setattr(turn, "RENEWALS_PER_LEASE", 0.01)  # so that the number of calls is always the same

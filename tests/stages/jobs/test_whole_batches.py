@@ -109,7 +109,7 @@ async def test_turns_follow_one_another_without_a_pause(
     bench: JobsBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn, "SLICE_S", 0.1)
-    monkeypatch.setattr(turn, "STEP_GRACE_S", 3600.0)
+    monkeypatch.setattr(turn, "STEP_GRACE_S", 50.0)  # whoever waited for it would be too late
     async with bench.answering(), bench.working():
         record = await bench.ended(await bench.submit(write_lines(tmp_path / "in.jsonl", many(300))))
     assert record.admitted == 300
@@ -267,3 +267,24 @@ async def test_lost_data_and_a_lost_client_are_the_same_command_again(
     assert (record.state, record.recovered, record.succeeded) == ("completed", True, 400)
     assert record.admitted <= 400 - 160
     assert ids_in(tmp_path / "out.jsonl") == ids(400)
+
+
+async def test_a_server_that_stands_still_for_longer_than_a_lease_costs_nothing_but_time(
+    short_directory: Path, tmp_path: Path, short_waits: None
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", many(80))
+    with running_server(short_directory) as server:
+        async with (
+            bench_on_its_own_server(short_directory, tmp_path) as bench,
+            bench.answering(),
+            bench.working(),
+            bench.working(),
+        ):
+            batch_id = await bench.submit(source, window=8)
+            await bench.sees(batch_id, lambda record: record.num_finished >= 20)
+            server.freeze()
+            await asyncio.sleep(0.6)  # a lease is 0.4 s
+            server.thaw()
+            record = await bench.ended(batch_id)
+    assert (record.state, record.admitted, record.collected, record.succeeded) == ("completed", 80, 80, 80)
+    assert ids_in(tmp_path / "out.jsonl") == ids(80)
