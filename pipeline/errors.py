@@ -9,6 +9,7 @@ trying the same thing again later can help (`retryable`) and has a stable name f
     ├── WireError               bytes that are not a message of ours
     ├── UnknownRequest          no state: never admitted, expired, or lost with the server's data
     ├── StateDamaged            the server's data contradict themselves
+    ├── TransportClosed         whoever calls has closed the connection before
     └── ServerError             the Redis or Valkey server
         ├── ServerUrlInvalid    the address cannot be read
         ├── ServerUnreachable   no connection, or no answer in time      (retryable)
@@ -80,6 +81,16 @@ class StateDamaged(SluiceError):  # noqa: N818
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+
+
+class TransportClosed(SluiceError):  # noqa: N818
+    """Nothing more is sent through this transport: it was closed before the call, or while it waited."""
+
+    code = "transport_closed"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"{address}: this connection was closed; open another one")
+        self.address = address
 
 
 class ServerError(SluiceError):

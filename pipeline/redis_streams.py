@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.commit_args import CommitArgs
-from pipeline.errors import ServerError, ServerFull, StateDamaged, UnknownRequest
+from pipeline.errors import ServerError, ServerFull, StateDamaged, TransportClosed, UnknownRequest
 from pipeline.keys import (
     ADMIT_RETRY_S,
     DEAD_TTL_S,
@@ -39,7 +39,6 @@ from pipeline.transport import (
     Process,
     ResultEntry,
     Transaction,
-    TransportClosed,
     TransportOptions,
 )
 

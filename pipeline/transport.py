@@ -19,21 +19,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
-from pipeline.errors import SluiceError
 from pipeline.keys import LEASE_S, MAX_QUEUE, RESULT_TTL_S, Priority
 
 EndState = Literal["finished", "failed", "cancelled"]
 END_STATES: tuple[EndState, ...] = ("finished", "failed", "cancelled")
-
-
-class TransportClosed(SluiceError):  # noqa: N818 - reads as the fact it states
-    """Nothing more is sent through this transport: it was closed before the call, or while it waited."""
-
-    code = "transport_closed"
-
-    def __init__(self, address: str) -> None:
-        super().__init__(f"{address}: this connection was closed; open another one")
-        self.address = address
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pipeline import redis_calls, redis_streams
 from pipeline.connect import open_transport
-from pipeline.errors import ServerRefused, ServerUnreachable, StateDamaged
+from pipeline.errors import ServerRefused, ServerUnreachable, StateDamaged, TransportClosed
 from pipeline.keys import LEASE_S, MAX_DEAD, RESULT_TTL_S, Keys
 from pipeline.redis_streams import RedisStreams
 from pipeline.settings import Settings
@@ -31,7 +31,6 @@ from pipeline.transport import (
     Publish,
     Transaction,
     Transport,
-    TransportClosed,
     TransportOptions,
 )
 from tests.pipeline.benches import BRIEF_LEASE_S, DEADLINE_S, POOL, RedisBench, take, take_one

@@ -9,9 +9,8 @@ from ops.running import UpLock
 from pipeline.client import Client
 from pipeline.client.errors import NoStack
 from pipeline.connect import open_transport
-from pipeline.errors import ServerUnreachable, SettingsError, UnknownRequest
+from pipeline.errors import ServerUnreachable, SettingsError, TransportClosed, UnknownRequest
 from pipeline.settings import Settings
-from pipeline.transport import TransportClosed
 from tests.ops.waiting import POLL_S
 from tests.pipeline.benches import DEADLINE_S, soon
 
