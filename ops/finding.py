@@ -10,19 +10,14 @@ from typing import ClassVar
 
 from ops.running import find_advert
 from ops.server.valkey import running_server
+from pipeline.client.errors import NoStack
 from pipeline.errors import SluiceError
 from pipeline.settings import Settings
 
 STARTING_TIMEOUT_S = 2.0  # whoever looks wants to know now
 
 
-class NoStack(SluiceError):  # noqa: N818 - reads as the fact it states
-    """There is nothing to look into."""
-
-    code: ClassVar[str] = "no_stack"
-
-
-class StackStarting(SluiceError):  # noqa: N818
+class StackStarting(SluiceError):  # noqa: N818 - reads as the fact it states
     """`sluice up` has begun and is not ready."""
 
     retryable: ClassVar[bool] = True

@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ops.leftovers import host_and_pid
 from ops.supervision.procfile import default_procfile, read_procfile
-from pipeline.connect import open_client
+from pipeline.connect import host_and_pid, open_client
 from pipeline.errors import ServerError, SluiceError
 from pipeline.keys import Keys
 from pipeline.redis_calls import RedisCalls, command, commands
 from pipeline.server_problems import explained
 from pipeline.server_url import read_address
 from pipeline.settings import Settings, load_settings
-from pipeline.transport import Process
 
 LOOK_TIMEOUT_S = 5.0  # two answers of a healthy server take milliseconds; an engine gives up after its own time-out
 
@@ -98,7 +96,7 @@ async def _registered(here: str, settings: Settings) -> list[Registered]:
         raise Unhealthy(f"{where.shown}: no answer within {LOOK_TIMEOUT_S:g} s") from None
     finally:
         await client.aclose()
-    places = [host_and_pid(Process(stage, consumer, b"")) for stage, consumer in named]
+    places = [host_and_pid(consumer) for _, consumer in named]
     return [
         Registered(stage, pid, ttl_ms / 1000)
         for (stage, _), (host, pid), ttl_ms in zip(named, places, ttls_ms, strict=True)

@@ -12,10 +12,11 @@ import socket
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.connect import open_client
+from pipeline.connect import host_and_pid, open_client
 from pipeline.errors import WireError
-from pipeline.keys import POOLED_STAGES, PRIORITIES, STAGES, Keys
+from pipeline.keys import STAGES, Keys
 from pipeline.messages import GenerateRequest, PrefilledPrompt, RawChunk, TokenizedPrompt, WorkItem
+from pipeline.queue_state import queues_of
 from pipeline.settings import Settings
 from pipeline.transport import Process
 from pipeline.wire import unpack
@@ -62,10 +63,7 @@ class Leftovers:
 
     def _streams(self) -> list[tuple[str, str]]:
         return [
-            (stage, self._keys.stream(stage, priority, self._pool_id))
-            for stage in STAGES
-            if self._pool_id is not None or stage not in POOLED_STAGES
-            for priority in PRIORITIES
+            (stage, self._keys.stream(stage, priority, self._pool_id)) for stage, priority in queues_of(self._pool_id)
         ]
 
     async def _remove(self, stage: str, stream: str, request_ids: Collection[str]) -> int:
@@ -85,15 +83,9 @@ class Leftovers:
         return len(doomed)
 
 
-def host_and_pid(process: Process) -> tuple[str, int | None]:
-    """Return where a registered process runs; its consumer's name is host:pid:random, unless it chose one."""
-    name = process.consumer.rsplit(":", 2)
-    return name[0], int(name[1]) if len(name) == 3 and name[1].isdigit() else None
-
-
 def is_dead_here(process: Process) -> bool:
     """Return whether a registered process was one of this host and has ended without a goodbye."""
-    host, pid = host_and_pid(process)
+    host, pid = host_and_pid(process.consumer)
     return host == socket.gethostname() and pid is not None and not _is_alive(pid)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from ops.external import JOBS, OWN_STACK, ExternalStack, external_stack, needed_stages
-from ops.leftovers import Leftovers, host_and_pid
+from ops.leftovers import Leftovers
 from ops.pool_share import PoolShare
 from ops.running import AttachedStack, find_advert
 from ops.server.valkey import EmbeddedValkey
@@ -28,7 +28,7 @@ from ops.supervision.process import Echo
 from ops.supervision.procfile import default_procfile, read_procfile
 from ops.supervision.slots import Surroundings
 from ops.supervision.supervisor import Supervisor
-from pipeline.connect import open_transport
+from pipeline.connect import host_and_pid, open_transport
 from pipeline.errors import SluiceError
 from pipeline.keys import POOLED_STAGES, STAGES
 from pipeline.settings import PREFIX, Settings
@@ -176,7 +176,7 @@ def stage_environment(settings: Settings) -> dict[str, str]:
 
 async def _local_pids(transport: Transport) -> Set[int]:
     """Return the processes of this host that are registered."""
-    places = [host_and_pid(process) for process in await transport.processes()]
+    places = [host_and_pid(process.consumer) for process in await transport.processes()]
     return {pid for host, pid in places if host == socket.gethostname() and pid is not None}
 
 

@@ -77,6 +77,12 @@ def unique_consumer() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
+def host_and_pid(consumer: str) -> tuple[str | None, int | None]:
+    """Return where the process of a unique_consumer runs; None and None for one that chose its own name."""
+    parts = consumer.rsplit(":", 2)
+    return (parts[0], int(parts[1])) if len(parts) == 3 and parts[1].isdigit() else (None, None)
+
+
 def open_client(where: Settings | str, max_connections: int = NUM_PLAIN_CONNECTIONS) -> Redis:
     """Return a plain client of the transport's server, with the same login, TLS and options; aclose() it.
 

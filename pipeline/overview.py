@@ -15,6 +15,7 @@ from kv_store.pool import FilePool
 from pipeline.batch.record import BatchRecord
 from pipeline.batch.store import BatchStore
 from pipeline.clock import Monotonic, monotonic_s
+from pipeline.connect import host_and_pid
 from pipeline.finished_log import EndedRequest, FinishedLog
 from pipeline.keys import STAGES, Keys
 from pipeline.queue_state import QueueState, read_queues
@@ -168,7 +169,7 @@ class Observer:
         asked = [("PTTL", self._keys.process(stage, consumer)) for stage, consumer in named]
         ttls_ms = await commands(self._calls, self._client, asked, "processes")
         return tuple(
-            _process(stage, consumer, ttl_ms / 1000)
+            ProcessState(stage, consumer, *host_and_pid(consumer), ttl_ms / 1000)
             for (stage, consumer), ttl_ms in zip(named, ttls_ms, strict=True)
             if ttl_ms >= 0
         )
@@ -176,14 +177,6 @@ class Observer:
 
 def _sampled(sample: Sample) -> KvState:
     return KvState(sample.pool_id, sample.kv_used_bytes, sample.kv_quota_bytes, sample.num_blobs)
-
-
-def _process(stage: str, consumer: str, expires_in_s: float) -> ProcessState:
-    """Consumers are called host:pid:random unless they chose a name."""
-    parts = consumer.rsplit(":", 2)
-    if len(parts) == 3 and parts[1].isdigit():
-        return ProcessState(stage, consumer, parts[0], int(parts[1]), expires_in_s)
-    return ProcessState(stage, consumer, None, None, expires_in_s)
 
 
 def _server(address: str, info: Mapping[str, object]) -> ServerState:

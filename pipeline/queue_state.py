@@ -48,13 +48,18 @@ class QueueState:
         return cls(stage, priority, num_entries, num_held, num_holders, oldest_ms / 1000)
 
 
+def queues_of(pool_id: str | None) -> list[tuple[str, Priority]]:
+    """Return the queues around a pool; without one, those that need none."""
+    return [queue for queue in QUEUES if pool_id is not None or queue[0] not in POOLED_STAGES]
+
+
 async def read_queues(calls: RedisCalls, keys: Keys, pool_id: str | None) -> list[QueueState]:
     """Return all queues in their order, in one round trip; without a pool, those that need none.
 
     Raises:
         ServerError: there is no answer.
     """
-    queues = [queue for queue in QUEUES if pool_id is not None or queue[0] not in POOLED_STAGES]
+    queues = queues_of(pool_id)
     streams = [keys.stream(stage, priority, pool_id) for stage, priority in queues]
     reply = cast("list[bytes]", await calls.script("queues", streams, [HANDBACK, *(stage for stage, _ in queues)]))
     return [QueueState.parse(*queue, numbers) for queue, numbers in zip(queues, reply, strict=True)]

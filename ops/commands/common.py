@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from kv_store.errors import KvStoreError
 from pipeline.errors import SluiceError
 from pipeline.logs import LogLevel, configure_logs
 from pipeline.settings import Settings, load_settings
 
+PIPE_WIDTH = 120  # a table in a log file has no terminal to ask
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -87,6 +89,11 @@ async def _stoppable(work: Coroutine[Any, Any, int]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     return await work
+
+
+def output_console() -> Console:
+    """Return a console on standard output, as wide as a page should be where that is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def complain(problem: str) -> None:

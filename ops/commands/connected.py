@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ops.commands.common import command_settings
-from ops.finding import NoStack, find_stack
+from ops.finding import find_stack
 from pipeline.client.client import Client
+from pipeline.client.errors import NoStack
 from pipeline.connect import open_transport
 from pipeline.errors import InvalidRequest
 

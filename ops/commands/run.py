@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 import typer
-from rich.console import Console
 
 from ops import report
 from ops.commands.asking import SpeculateOption
@@ -20,11 +19,13 @@ from ops.commands.common import (
     NumPrefill,
     command_settings,
     execute,
+    output_console,
     replicas,
     served_name,
 )
 from ops.memory_log import memory_lines
 from ops.progress import JsonProgress, RunProgress, make_progress
+from ops.sampled import read_samples
 from ops.serving import Serving
 from ops.stack import Stack, choose_stack, with_model_of_stack
 from pipeline.batch.figures import BatchSummary
@@ -32,12 +33,8 @@ from pipeline.batch.options import DEFAULT_WINDOW, MAX_ROLE_CHARS, MAX_TIMEOUT_S
 from pipeline.batch.record import BatchRecord
 from pipeline.batch.submit import Prepared, check
 from pipeline.client.batches import Batches, batches_dir, errors_path, prepare_in_thread, resolved, summary_of
-from pipeline.connect import open_client
 from pipeline.errors import InvalidRequest
-from pipeline.keys import Keys
 from pipeline.params import is_unicode
-from pipeline.samples import SampleLog
-from pipeline.server_url import read_address
 from pipeline.settings import Settings
 
 EXAMPLES = """\b
@@ -50,7 +47,6 @@ Examples:
 
 STDIN = Path("-")
 REFRESH_S = 1.0  # no progress shows more than that
-PIPE_WIDTH = 120  # a table in a log file has no terminal to ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +147,17 @@ async def _run(wanted: Wanted, number_of: dict[str, int], shown: RunOptions) -> 
     settings = await with_model_of_stack(command_settings(wanted.model, **limits))
     directory = batches_dir(settings.home) if wanted.tmp_dir is None else resolved(wanted.tmp_dir)
     batch, stdin = _batch(wanted, settings), _stdin() if wanted.source == STDIN else None
-    num_lines = 0
+    checked = None
     if stdin is None:  # what is wrong is said before a stack starts; nothing is kept before it is there
-        num_lines = (await asyncio.to_thread(check, batch, directory, restart=shown.restart)).num_lines
-    with _progress(num_lines, shown) as progress:
+        checked = await asyncio.to_thread(check, batch, directory, restart=shown.restart)
+    with _progress(checked.num_lines if checked else 0, shown) as progress:
         stack = await choose_stack(settings, number_of, progress.note)
         stack.leave_work = True
         progress.note(stack.greeting)
         if limits and not isinstance(stack, Stack):
             progress.note(f"{_options_of(limits)} cannot change a stack that runs already")
         async with stack:
-            prepared = await prepare_in_thread(batch, directory, stdin, restart=shown.restart)
+            prepared = await prepare_in_thread(batch, directory, stdin, restart=shown.restart, checked=checked)
             summary, record = await _follow(stack, prepared, progress)
             memory = await _memory(stack.settings, record) if shown.log_memory else []
     # Of a batch that was interrupted nobody knows how long it was worked on.
@@ -232,12 +228,7 @@ async def _kept_fresh(progress: RunProgress, following: Coroutine[Any, Any, Batc
 
 
 async def _memory(settings: Settings, record: BatchRecord) -> list[str]:
-    client = open_client(settings)
-    try:
-        log = SampleLog(client, read_address(settings.redis_url or "").shown, Keys(settings.namespace))
-        return list(memory_lines(await log.read(1000 * record.started_ms, 1000 * record.ended_ms)))
-    finally:
-        await client.aclose()
+    return list(memory_lines(await read_samples(settings, 1000 * record.started_ms, 1000 * record.ended_ms)))
 
 
 def _show_counts(progress: RunProgress, prepared: Prepared, record: BatchRecord) -> None:
@@ -263,7 +254,7 @@ def _show(
         files = {"output": str(record.options.target), "errors_file": str(record.options.errors)}
         print(json.dumps({"event": record.state, "batch_id": record.id} | figures | files, ensure_ascii=False))
         return
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = output_console()
     if shown.table and summary.rows:
         console.print(report.table(summary))
     if shown.profile and summary.phases:

@@ -1,13 +1,11 @@
 """`sluice status`: what a stack is made of and what it has to do, at this moment."""
 
 import json
-import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from ops.commands.common import EXIT_FAILED, complain, execute
+from ops.commands.common import EXIT_FAILED, complain, execute, output_console
 from ops.finding import find_stack
 from ops.status.page import page
 from ops.status.state import watching
@@ -19,8 +17,6 @@ Examples:
   sluice status --json | jq .requests
   until sluice status > /dev/null; do sleep 1; done     # wait until all stages are there
 """
-
-PIPE_WIDTH = 120  # a page in a log file has no terminal to ask
 
 
 def status(*, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
@@ -38,7 +34,7 @@ async def _status(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps(now.as_json()))
     else:
-        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(page(now))
+        output_console().print(page(now))
     if now.missing:
         complain(f"no process of: {', '.join(now.missing)}")
     return EXIT_FAILED if now.missing else 0

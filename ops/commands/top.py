@@ -4,10 +4,8 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from ops.commands.common import execute
-from ops.commands.status import PIPE_WIDTH
+from ops.commands.common import execute, output_console
 from ops.finding import find_stack
 from ops.status.state import watching
 from ops.status.top import frame, run_top
@@ -26,7 +24,7 @@ def top(*, once: Annotated[bool, typer.Option("--once", help="Print one page and
 async def _top(*, once: bool) -> int:
     if not once and not sys.stdout.isatty():
         raise InvalidRequest("top", "needs a terminal; use --once, or `sluice status`")
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = output_console()
     async with watching(await find_stack(load_settings())) as watch:
         if once:
             console.print(await frame(watch))

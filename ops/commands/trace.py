@@ -10,14 +10,14 @@ import typer
 
 from ops.commands.common import execute
 from ops.finding import find_stack
+from ops.sampled import read_samples
 from ops.tracing.trace import TracedRequest, trace_of
 from pipeline.client.follow import AFTER_ALL
-from pipeline.connect import open_client, open_transport
+from pipeline.connect import open_transport
 from pipeline.errors import InvalidRequest, SluiceError, UnknownRequest, WireError
-from pipeline.keys import MAX_FINISHED, Keys
+from pipeline.keys import MAX_FINISHED
 from pipeline.messages import Terminal
-from pipeline.samples import Sample, SampleLog
-from pipeline.server_url import read_address
+from pipeline.samples import Sample
 from pipeline.settings import Settings, load_settings
 from pipeline.transport import Transport
 from pipeline.wire import unpack
@@ -104,12 +104,7 @@ async def _samples(settings: Settings, requests: list[TracedRequest]) -> list[Sa
     ends = [request.last_us for request in requests if request.last_us is not None]
     if not begins:
         return []
-    client = open_client(settings)
-    try:
-        log = SampleLog(client, read_address(settings.redis_url or "").shown, Keys(settings.namespace))
-        return await log.read(max(0, min(begins) - AROUND_US), max(ends) + AROUND_US)
-    finally:
-        await client.aclose()
+    return await read_samples(settings, max(0, min(begins) - AROUND_US), max(ends) + AROUND_US)
 
 
 def _write(text: str, target: Path) -> None:

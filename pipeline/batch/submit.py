@@ -83,6 +83,7 @@ def prepare(
     tick: Tick = lambda: None,
     *,
     restart: bool = False,
+    checked: InputSummary | None = None,
 ) -> Prepared:
     """Read the input once, and find or make the batch's files; blocks, so call it in a thread.
 
@@ -92,6 +93,7 @@ def prepare(
         stdin: Where the requests come from, if not from options.source: they are copied.
         tick: Called now and then, also while standard input is silent; may raise.
         restart: Give an unfinished batch of this output up, with all it has finished.
+        checked: What check has found in the same source, which is not read again then; validation notices a change.
 
     Raises:
         InvalidRequest: the input has no requests, or a path cannot be what it should be.
@@ -104,7 +106,7 @@ def prepare(
     directory = BatchDirectory(batches / directory_name(options.target))
     with _copied(stdin, batches, tick) as copy:
         source = copy or options.source
-        summary = _summary(source, "standard input" if copy else str(source), tick)
+        summary = checked or _summary(source, "standard input" if copy else str(source), tick)
         if copy is not None:
             options = options.model_copy(update={"source": directory.input_copy})
         with alone(batches):

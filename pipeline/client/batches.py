@@ -11,6 +11,7 @@ from typing import BinaryIO, Self
 
 from pipeline.batch.errors import BatchFailed, UnknownBatch
 from pipeline.batch.figures import BatchSummary
+from pipeline.batch.input_index import InputSummary
 from pipeline.batch.options import BatchOptions
 from pipeline.batch.record import BatchRecord
 from pipeline.batch.store import BatchStore, store_client
@@ -172,7 +173,12 @@ class Batches:
 
 
 async def prepare_in_thread(
-    options: BatchOptions, batches: Path, stdin: BinaryIO | None = None, *, restart: bool = False
+    options: BatchOptions,
+    batches: Path,
+    stdin: BinaryIO | None = None,
+    *,
+    restart: bool = False,
+    checked: InputSummary | None = None,
 ) -> Prepared:
     """Do what prepare does, beside the event loop; cancelled, it stops reading."""
     stopped = threading.Event()
@@ -182,7 +188,7 @@ async def prepare_in_thread(
             raise InterruptedError("nobody waits for it any more")
 
     try:
-        return await asyncio.to_thread(prepare, options, batches, stdin, tick, restart=restart)
+        return await asyncio.to_thread(prepare, options, batches, stdin, tick, restart=restart, checked=checked)
     finally:
         stopped.set()
 

@@ -96,7 +96,10 @@ class Client:
             theirs = {"redis_url": advert.redis_url, "namespace": namespace or advert.namespace}
             settings = settings.model_copy(update=theirs)
         if settings.redis_url is None:
-            raise NoStack(settings.home)
+            raise NoStack(
+                f"no `sluice up` runs in {settings.home}, SLUICE_REDIS_URL is not set, and no address was given: where "
+                f"is the stack?"
+            )
         transport = await open_transport(settings)
         client = cls(transport, settings, patience_s=patience_s, stall_timeout_s=stall_timeout_s)
         client._owns_transport = True

@@ -1,12 +1,10 @@
 """What ends a client's patience; the other errors that it raises are the pipeline's (pipeline/errors.py).
 
 SluiceError
-├── NoStack      no address was given, and no `sluice up` runs in the home
+├── NoStack      nothing says where a stack is
 ├── QueueFull    the door stayed closed while enqueue waited      (retryable)
 └── Stalled      nothing moved while somebody waited for tokens   (retryable)
 """
-
-from pathlib import Path
 
 from pipeline.errors import SluiceError
 
@@ -15,12 +13,6 @@ class NoStack(SluiceError):  # noqa: N818 - reads as the fact it states
     """Nothing says where a stack is."""
 
     code = "no_stack"
-
-    def __init__(self, home: Path) -> None:
-        super().__init__(
-            f"no `sluice up` runs in {home}, SLUICE_REDIS_URL is not set, and no address was given: where is the stack?"
-        )
-        self.home = home
 
 
 class QueueFull(SluiceError):  # noqa: N818 - reads as the fact it states

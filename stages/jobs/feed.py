@@ -5,19 +5,16 @@ wherever they meet a batch's lines, because those wait in streams of their own.
 """
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pipeline import wire
 from pipeline.batch.input_index import InputLines
 from pipeline.batch.journal import read_records
-from pipeline.batch.lines import BatchLine, BatchLineError
+from pipeline.batch.lines import BatchLineError
 from pipeline.batch.store import FeedKind, line_request_id
-from pipeline.boundaries import SUBMITTED
-from pipeline.clock import now_us
+from pipeline.client.asks import new_request
 from pipeline.keys import ADMIT_RETRY_S
-from pipeline.messages import GenerateRequest, Stamp
-from pipeline.params import MAX_SEED
 from stages.jobs.turn import Turn
 
 PAGE = 32  # lines read at a time
@@ -43,9 +40,7 @@ async def feed(turn: Turn) -> None:
                 await asyncio.sleep(ROOM_POLL_S)
                 continue
             page = range(cursor, min(cursor + min(room, PAGE), len(lines)))
-            attempt = now_us() // 1_000_000
-            payloads = await turn.in_thread(_read, turn, lines, page, finished, attempt)
-            fed = await _feed_page(turn, cursor, payloads, attempt)
+            fed = await _feed_page(turn, cursor, await turn.in_thread(_read, turn, lines, page, finished))
             cursor += fed
             if fed < len(page):  # the queue was full; or an answer was lost, and the line was fed all the same
                 record = await turn.jobs.store.read(record.id)
@@ -54,18 +49,27 @@ async def feed(turn: Turn) -> None:
                 cursor = record.cursor
 
 
-async def _feed_page(turn: Turn, cursor: int, payloads: Sequence[tuple[FeedKind, bytes]], attempt: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    """What becomes of one line; a request has its bytes and its attempt."""
+
+    kind: FeedKind
+    payload: bytes = b""
+    attempt: int = 0
+
+
+async def _feed_page(turn: Turn, cursor: int, feeds: Sequence[_Feed]) -> int:
     """Return how many of the lines were fed."""
     jobs = turn.jobs
-    for position, (kind, payload) in enumerate(payloads):
-        reply = await jobs.store.feed(turn.lease, cursor + position, kind, payload, jobs.max_queue, attempt)
+    for position, one in enumerate(feeds):
+        reply = await jobs.store.feed(turn.lease, cursor + position, one.kind, one.payload, jobs.max_queue, one.attempt)
         if reply == "busy":
             await asyncio.sleep(ADMIT_RETRY_S)
         elif reply == "moved":
             await asyncio.sleep(ROOM_POLL_S)
         if reply != "ok":
             return position
-    return len(payloads)
+    return len(feeds)
 
 
 def _finished(turn: Turn) -> frozenset[int]:
@@ -75,35 +79,16 @@ def _finished(turn: Turn) -> frozenset[int]:
     return frozenset(read_records(turn.directory, turn.record.total)["index"].tolist())
 
 
-def _read(
-    turn: Turn, lines: InputLines, page: range, finished: frozenset[int], attempt: int
-) -> list[tuple[FeedKind, bytes]]:
-    return [("skip", b"") if index in finished else _payload(turn, lines, index, attempt) for index in page]
+def _read(turn: Turn, lines: InputLines, page: range, finished: frozenset[int]) -> list[_Feed]:
+    return [_Feed("skip") if index in finished else _line(turn, lines, index) for index in page]
 
 
-def _payload(turn: Turn, lines: InputLines, index: int, attempt: int) -> tuple[FeedKind, bytes]:
-    record = turn.record
-    line = lines.read(index, record.options.model)
+def _line(turn: Turn, lines: InputLines, index: int) -> _Feed:
+    record, options = turn.record, turn.record.options
+    line = lines.read(index, options.model)
     if isinstance(line, BatchLineError):
-        return "refused", b""
-    return "request", wire.pack(_request(record.id, index, attempt, line, turn))
-
-
-def _request(batch_id: str, index: int, attempt: int, line: BatchLine, turn: Turn) -> GenerateRequest:
-    options = turn.record.options
-    seed = line.params.seed
-    if seed is None:
-        # From the batch's id, which is random: a line that has to be fed again gets the same text again.
-        digest = hashlib.blake2b(f"{batch_id}:{index}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little") % (MAX_SEED + 1)
-    return GenerateRequest(
-        request_id=line_request_id(batch_id, index),
-        attempt=attempt,
-        priority="batch",
-        model=options.stack_model,
-        prompt=line.prompt,
-        messages=line.messages,
-        params=line.params.model_copy(update={"seed": seed}),
-        speculate=line.speculate and options.speculate,
-        stamps=(Stamp(boundary=SUBMITTED, at_us=now_us()),),
-    )
+        return _Feed("refused")
+    ask = replace(line, model=options.stack_model, speculate=line.speculate and options.speculate)
+    # A missing seed comes from the id, and so from the batch's, which is random: fed again, a line has it again.
+    request = new_request(ask, "batch", line_request_id(record.id, index))
+    return _Feed("request", wire.pack(request), request.attempt)

@@ -16,14 +16,13 @@ import pytest
 from redis.asyncio import Redis
 
 from kv_store.pool import FilePool
-from ops.leftovers import host_and_pid
 from ops.server.valkey import EmbeddedValkey
 from ops.stack import stage_environment
 from pipeline.batch.directory import BatchDirectory
 from pipeline.batch.options import directory_name
 from pipeline.batch.record import BatchRecord
 from pipeline.batch.store import BatchStore
-from pipeline.connect import open_transport
+from pipeline.connect import host_and_pid, open_transport
 from pipeline.keys import Keys
 from pipeline.settings import Settings
 from tests.e2e.stacks import DEADLINE_S, new_settings
@@ -81,7 +80,7 @@ class Run:
         transport = await open_transport(where)
         server: Any = Redis.from_url(str(where.redis_url), protocol=2)
         try:
-            found = {process.stage: host_and_pid(process)[1] for process in await transport.processes()}
+            found = {process.stage: host_and_pid(process.consumer)[1] for process in await transport.processes()}
             found["server"] = (await server.info("server"))["process_id"]
         finally:
             await transport.close()
