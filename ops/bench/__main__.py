@@ -15,10 +15,10 @@ from ops.commands.common import (
     command_settings,
     execute,
     replicas,
-    served_name,
 )
 from ops.downloads.datasets import pull_sharegpt
 from ops.measuring import checked_model, prepare_environment, write_record
+from pipeline.batch.options import served_name
 from pipeline.settings import Settings
 
 DEFAULT_BATCHES = "1,4,16,32"
@@ -74,7 +74,7 @@ def end_to_end_command(  # noqa: PLR0913 - one parameter for each option
         return
     settings = command_settings(model)
     plan = end_to_end.Plan(
-        model_name=served_name(settings),
+        model_name=served_name(settings.model),
         num_requests=requests,
         output_tokens=tokens,
         concurrency=concurrency,
@@ -145,7 +145,7 @@ async def _engine(settings: Settings, batches: list[int], counts: tuple[int, int
 
     num_steps, num_repetitions = counts
     plan = engine.Plan(
-        model_name=served_name(settings),
+        model_name=served_name(settings.model),
         model_path=checked_model(settings),
         weight_cache=settings.weight_cache,
         codec_name=settings.kv_codec,
@@ -160,7 +160,7 @@ async def _engine(settings: Settings, batches: list[int], counts: tuple[int, int
 
 async def _batch(plan: batch_memory.Plan, settings: Settings, destination: Destination) -> int:
     checked_model(settings)
-    record, tables = await batch_memory.run(plan, settings, served_name(settings), _note)
+    record, tables = await batch_memory.run(plan, settings, served_name(settings.model), _note)
     destination.take(record, tables)
     if destination.save:
         (destination.folder / f"{destination.name}.svg").write_text(batch_memory.picture(record), "utf-8")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ops.commands.common import served_name
+from pipeline.batch.options import served_name
 from pipeline.client.asks import NewRequest, check_text
 from pipeline.errors import InvalidRequest
 from pipeline.messages import ChatMessage
@@ -73,7 +73,7 @@ def new_request(wanted: Wanted, settings: Settings) -> NewRequest:
         raise InvalidRequest("system", "is not Unicode text")
     if wanted.raw and wanted.system is not None:
         raise InvalidRequest("system", "belongs to a chat, and --raw is none")
-    params = parse_params({**MODEL_SAMPLING.get(served_name(settings), {}), **wanted.sampling})
+    params = parse_params({**MODEL_SAMPLING.get(served_name(settings.model), {}), **wanted.sampling})
     system = DEFAULT_SYSTEM if wanted.system is None else wanted.system
     messages = (ChatMessage(role="system", content=system), ChatMessage(role="user", content=wanted.prompt))
     return NewRequest(

@@ -47,11 +47,6 @@ def command_settings(model: str | None, **overrides: object) -> Settings:
     return settings
 
 
-def served_name(settings: Settings) -> str:
-    """Return the model's name in requests: that of a file is its name without .gguf."""
-    return Path(settings.model).stem if "/" in settings.model else settings.model
-
-
 def replicas(**asked: int | None) -> dict[str, int]:
     """Return how many processes of each stage the command line asks for, where it does."""
     return {stage: number for stage, number in asked.items() if number is not None}

@@ -21,7 +21,6 @@ from ops.commands.common import (
     execute,
     output_console,
     replicas,
-    served_name,
 )
 from ops.memory_log import memory_lines
 from ops.progress import JsonProgress, RunProgress, make_progress
@@ -32,7 +31,7 @@ from pipeline.batch.figures import BatchSummary
 from pipeline.batch.options import DEFAULT_WINDOW, MAX_ROLE_CHARS, MAX_TIMEOUT_S, MAX_WINDOW, BatchOptions
 from pipeline.batch.record import BatchRecord
 from pipeline.batch.submit import Prepared, check
-from pipeline.client.batches import Batches, batches_dir, errors_path, prepare_in_thread, resolved, summary_of
+from pipeline.client.batches import Batches, batch_options, batches_dir, prepare_in_thread, resolved, summary_of
 from pipeline.errors import InvalidRequest
 from pipeline.params import is_unicode
 from pipeline.settings import Settings
@@ -173,15 +172,7 @@ def _options_of(limits: Iterable[str]) -> str:
 def _batch(wanted: Wanted, settings: Settings) -> BatchOptions:
     if wanted.target.name == "-":
         raise InvalidRequest("output", "a batch outlives its command, so its results need a file; - is none")
-    target = resolved(wanted.target)
-    return BatchOptions(
-        source=wanted.source if wanted.source == STDIN else resolved(wanted.source),
-        target=target,
-        errors=errors_path(target) if wanted.errors is None else resolved(wanted.errors),
-        model=served_name(settings),
-        stack_model=settings.model,
-        **wanted.choices,
-    )
+    return batch_options(wanted.source, wanted.target, model=settings.model, errors=wanted.errors, **wanted.choices)
 
 
 def _stdin() -> BinaryIO:

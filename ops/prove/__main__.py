@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ops.commands.common import EXIT_FAILED, ModelOption, command_settings, complain, execute, served_name
+from ops.commands.common import EXIT_FAILED, ModelOption, command_settings, complain, execute
 from ops.measuring import checked_model
 from ops.prove.batch import read_prompts
 from ops.prove.matrix import by_stack, covering_cases, every_case
 from ops.prove.run import run_matrix
 from ops.prove.verdict import problems, table
+from pipeline.batch.options import served_name
 from pipeline.settings import Settings
 
 PROMPTS = Path("examples/prompts.jsonl")
@@ -37,7 +38,7 @@ def prove(
 
 async def _prove(settings: Settings, prompts: Path, num_requests: int, *, full: bool) -> int:
     checked_model(settings)
-    lines = read_prompts(prompts, served_name(settings), num_requests)
+    lines = read_prompts(prompts, served_name(settings.model), num_requests)
     cases = every_case() if full else covering_cases()
     _note(f"{len(cases)} runs of {num_requests} requests and a control, on {len(by_stack(cases))} stacks")
     proof = await run_matrix(settings, cases, lines, _note)

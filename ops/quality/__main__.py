@@ -8,9 +8,10 @@ import typer
 
 from kv_store.codecs.base import Codec
 from kv_store.codecs.registry import CODECS, UnknownCodecError, codec_named
-from ops.commands.common import ModelOption, command_settings, execute, served_name
+from ops.commands.common import ModelOption, command_settings, execute
 from ops.downloads.datasets import pull_sharegpt
 from ops.measuring import checked_model, prepare_environment, write_record
+from pipeline.batch.options import served_name
 from pipeline.settings import Settings
 
 DEFAULT_TOKENS = 8192
@@ -50,7 +51,7 @@ async def _quality(settings: Settings, codecs: list[Codec], num_tokens: int, int
     from ops.quality.record import Plan, run  # noqa: PLC0415
 
     plan = Plan(
-        model_name=served_name(settings),
+        model_name=served_name(settings.model),
         model_path=checked_model(settings),
         weight_cache=settings.weight_cache,
         dataset_path=pull_sharegpt(settings.home, lambda line: print(line, file=sys.stderr)),

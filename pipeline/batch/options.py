@@ -55,6 +55,11 @@ class BatchOptions(BaseModel):
         }
 
 
+def served_name(model: str) -> str:
+    """Return what requests call a stack's model: that of a file is its name without .gguf."""
+    return Path(model).stem if "/" in model else model
+
+
 def directory_name(target: Path) -> str:
     """Return the name of the directory of the batch that writes `target`; there is one at a time."""
     return hashlib.sha256(str(target).encode(errors="surrogateescape")).hexdigest()[:24]

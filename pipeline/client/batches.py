@@ -7,12 +7,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from pipeline.batch.errors import BatchFailed, UnknownBatch
 from pipeline.batch.figures import BatchSummary
 from pipeline.batch.input_index import InputSummary
-from pipeline.batch.options import BatchOptions
+from pipeline.batch.options import BatchOptions, served_name
 from pipeline.batch.record import BatchRecord
 from pipeline.batch.store import BatchStore, store_client
 from pipeline.batch.submit import Prepared, end_given_up, prepare, submit
@@ -193,16 +193,18 @@ async def prepare_in_thread(
         stopped.set()
 
 
-def batch_options(source: Path, target: Path, *, model: str, errors: Path | None = None) -> BatchOptions:
-    """Return the options of a batch with absolute paths and everything else at its default."""
+def batch_options(
+    source: Path, target: Path, *, model: str, errors: Path | None = None, **choices: Any
+) -> BatchOptions:
+    """Return the options of a batch with absolute paths; what is not among the choices has its default."""
     target = resolved(target)
-    name = Path(model).stem if "/" in model else model
     return BatchOptions(
-        source=source.expanduser().resolve(),
+        source=resolved(source),
         target=target,
         errors=errors_path(target) if errors is None else resolved(errors),
-        model=name,
+        model=served_name(model),
         stack_model=model,
+        **choices,
     )
 
 
