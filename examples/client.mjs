@@ -20,7 +20,7 @@ const key = (...parts) => [NAMESPACE, ...parts].join(":");
 
 // Requests -----------------------------------------------------------------------------------------------------------
 
-async function enqueue(server, model, messages, params) {
+async function enqueue(server, model, messages, params, timeoutMs = 0) {
   const id = `req_${randomBytes(16).toString("hex")}`;
   const request = {
     kind: "generate_request",
@@ -32,13 +32,14 @@ async function enqueue(server, model, messages, params) {
     params: { seed: randomBytes(4).readUInt32BE(), ...params },
     stamps: [{ boundary: "submitted", at_us: Date.now() * 1000 }],
   };
-  const keys = [key("req", id), key("stream", "tokenizer", "interactive"), key("stream", "prefill", "interactive")];
-  const args = [randomBytes(8).toString("hex"), MAX_QUEUE, pack(request), request.attempt];
+  const streams = [key("stream", "tokenizer", "interactive"), key("stream", "prefill", "interactive")];
+  const keys = [key("req", id), ...streams, key("deadlines")];
+  const args = [randomBytes(8).toString("hex"), MAX_QUEUE, pack(request), request.attempt, timeoutMs]; // 0: no timeout
   for (;;) {
     const reply = String(await server.script("admit", keys, args));
     if (reply === "accepted") return id;
     if (reply === "exists") throw new Error(`the id ${id} is taken`);
-    await sleep(2000); // busy: the queue is full
+    await sleep(2000); // busy: the queue or the server's memory is full
   }
 }
 

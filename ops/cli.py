@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ops.commands import models
+from ops.commands import dead, models
 from ops.commands.cancel import EXAMPLES as CANCEL_EXAMPLES
 from ops.commands.cancel import cancel
+from ops.commands.chaos import EXAMPLES as CHAOS_EXAMPLES
+from ops.commands.chaos import chaos
 from ops.commands.enqueue import EXAMPLES as ENQUEUE_EXAMPLES
 from ops.commands.enqueue import enqueue
 from ops.commands.generate import EXAMPLES as GENERATE_EXAMPLES
@@ -67,6 +69,8 @@ app.command(epilog=SCALE_EXAMPLES)(scale)
 app.command(epilog=STATUS_EXAMPLES)(status)
 app.command()(top)
 app.command(epilog=TRACE_EXAMPLES)(trace)
+app.add_typer(dead.app, name="dead")
+app.command(epilog=CHAOS_EXAMPLES)(chaos)
 app.add_typer(models.app, name="models")
 
 

@@ -5,9 +5,21 @@ Owns that translation. Knows nothing about connections or outcomes.
 
 from collections.abc import Sequence
 
-from pipeline.keys import Keys
+from pipeline.keys import RETURNED, Keys
 from pipeline.redis_calls import Arg
-from pipeline.transport import AddChunk, DeadLetter, Effect, Emit, Finish, Plan, Publish, Transaction
+from pipeline.transport import (
+    AddChunk,
+    DeadLetter,
+    Effect,
+    Emit,
+    Finish,
+    GiveCredit,
+    Plan,
+    Publish,
+    Restart,
+    TakeCredit,
+    Transaction,
+)
 
 
 class CommitArgs:
@@ -56,6 +68,15 @@ class CommitArgs:
             case Plan(num_chunks, priority, payload):
                 self._add_decode_streams()
                 self.args += ["plan", num_chunks, priority, payload]
+            case TakeCredit(num_bytes, max_bytes, max_requests):
+                self.keys.append(self._credits())
+                self.args += ["credit", transaction.request_id, num_bytes, max_bytes, max_requests]
+            case GiveCredit():
+                self.keys.append(self._credits())
+                self.args += ["give", transaction.request_id]
+            case Restart(attempt, payload):
+                self.keys.append(self._names.stream("prefill", RETURNED))
+                self.args += ["restart", transaction.request_id, attempt, payload]
             case DeadLetter(reason):
                 self.keys.append(self._names.dead(transaction.delivery.stage))
                 self.args += ["dead", transaction.delivery.payload, reason]
@@ -63,3 +84,8 @@ class CommitArgs:
     def _add_decode_streams(self) -> None:
         self.keys.append(self._names.stream("decode", "interactive", self._pool_id))
         self.keys.append(self._names.stream("decode", "batch", self._pool_id))
+
+    def _credits(self) -> str:
+        if self._pool_id is None:
+            raise ValueError("credits are those of a pool, and this process has none")
+        return self._names.credits(self._pool_id)

@@ -28,6 +28,7 @@ from pipeline.transport import TransportOptions
 NUM_COMMAND_CONNECTIONS = 32
 NUM_READER_CONNECTIONS = 256  # one for each result that is followed at the same time; more take turns
 NUM_PLAIN_CONNECTIONS = 4
+START_PATIENCE_S = 5.0  # a server that is restarted answers again in this time, and a person with a typo still waits
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +49,9 @@ async def open_transport(
         warn: Gets a sentence for what an operator should know about the server, but which stops nothing;
             without it, that is logged.
 
+    A server that nobody answers for is asked again for START_PATIENCE_S, or a lease where that is shorter: it may be
+    restarting.
+
     Raises:
         ServerError: One of its kinds that says what to do; see errors.py.
     """
@@ -59,11 +63,14 @@ async def open_transport(
         lease_s=settings.lease_s,
         max_queue=settings.max_queue,
         result_ttl_s=settings.result_ttl_s,
+        strict=settings.durability == "strict",
     )
     commands = _client(url, NUM_COMMAND_CONNECTIONS)
     readers = _client(url, NUM_READER_CONNECTIONS)
     try:
-        for warning in await check_server(commands, where, settings.namespace):
+        patience_s = min(START_PATIENCE_S, settings.lease_s)
+        checking = check_server(commands, where, settings.namespace, strict=options.strict, patience_s=patience_s)
+        for warning in await checking:
             (warn or _log)(warning)
     except BaseException:
         await commands.aclose()

@@ -74,13 +74,17 @@ class UnknownRequest(SluiceError):  # noqa: N818
 
 
 class StateDamaged(SluiceError):  # noqa: N818
-    """The server's data contradict themselves (a foreign key in our namespace, most likely)."""
+    """The server's data contradict themselves (a foreign key in our namespace, most likely).
+
+    `outcomes` has, of several transactions, the word for each that was carried out or refused, None for a damaged one.
+    """
 
     code = "state_damaged"
 
-    def __init__(self, problems: tuple[str, ...]) -> None:
+    def __init__(self, problems: tuple[str, ...], outcomes: tuple[str | None, ...] = ()) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+        self.outcomes = outcomes
 
 
 class TransportClosed(SluiceError):  # noqa: N818

@@ -4,11 +4,14 @@ Owns key names, stage names and limits. Knows nothing about values: a key is bui
 
     {ns}:stream:{stage}:{priority}            work of tokenizer and prefill
     {ns}:stream:{stage}:{pool}:{priority}     work of compressor and decode, in reach of one pool
+    {ns}:stream:prefill:returned   work that decode sent back to prefill, served first
     {stream}:claims    hash  entry id -> nonce of the claim, and the last commit made under it
     {stream}:tries     hash  entry id -> times delivered
     {ns}:req:{id}      hash  state of a request                      TTL from its terminal entry on
     {ns}:res:{id}      stream  deltas `0-<tokens so far>`, terminal `1-0`         TTL likewise
     {ns}:chunks:{id}:{attempt}   hash  chunk index -> sealed chunk   deleted with the terminal entry
+    {ns}:credits:{pool}   hash  request -> attempt and bytes of a pool that it may fill; each leaves with its request
+    {ns}:deadlines     zset  request -> when it is given up          each leaves with its request
     {ns}:dead:{stage}  stream  what could not be processed           bounded, TTL
     {ns}:finished      stream  terminal entries of the last requests bounded, TTL
     {ns}:samples       stream  queue lengths and KV bytes over time  bounded, TTL
@@ -18,6 +21,9 @@ Owns key names, stage names and limits. Knows nothing about values: a key is bui
     {ns}:batch:{id}:done   stream  its lines that ended and wait to be collected   deleted at its end
     {ns}:arq           zset  arq's queue of job steps                 TTL
     arq:<what>:{ns}:{job}    what arq keeps for a job: its prefix cannot be moved into a namespace     TTL
+    {ns}:pools         zset  pools by the time of their last sign of life   TTL of a day
+    {ns}:counters      hash  how often what should be rare happened  TTL of a week
+    {ns}:counted:{call}   string  counts that have arrived           TTL of an hour
     {ns}:proc:{stage}:{consumer}   a running process                 TTL, renewed by its owner
     {ns}:procs         set  the names of those processes             TTL, renewed likewise
 
@@ -32,11 +38,21 @@ from typing import Literal, get_args
 Priority = Literal["interactive", "batch"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 """In the order in which they are served."""
+Lane = Literal["returned", "interactive", "batch"]
+RETURNED: Lane = "returned"
+"""The lane of what was sent back to prefill: its reader has waited already."""
 
 STAGES = ("tokenizer", "prefill", "compressor", "decode")
 """In the order in which a request meets them."""
 POOLED_STAGES = frozenset({"compressor", "decode"})
 """Stages whose work refers to blobs of one pool."""
+
+
+
+def lanes_of(stage: str) -> tuple[Lane, ...]:
+    """Return the queues of a stage, in the order in which they are served."""
+    return (RETURNED, *PRIORITIES) if stage == "prefill" else PRIORITIES
+
 
 LEASE_S = 10.0  # a killed process loses its work after this; renewed each third, so two renewals may fail
 SWEEPS_PER_LEASE = 4  # a lost item waits at most a quarter lease longer than it must
@@ -50,6 +66,9 @@ DEAD_TTL_S = 7 * 24 * 3600  # someone looks within a week
 MAX_FINISHED = 1_000  # enough for a trace of the last minutes; approximate, the oldest go first
 MAX_SAMPLES = 7_200  # half an hour at the sampler's fastest; approximate
 SAMPLES_TTL_S = 3600  # as long as the results that they explain
+POOLS_TTL_S = 24 * 3600  # what refers to a pool that is gone for a day has been sent elsewhere long ago
+COUNTERS_TTL_S = 7 * 24 * 3600  # as long as dead letters
+COUNTED_TTL_S = 3600  # whoever got no answer asks again long before
 BATCH_TTL_S = 24 * 3600  # a finished batch can be asked about for a day
 PROC_INDEX_TTL_S = 3600  # longer than any registration lives
 HANDBACK = "handback"
@@ -62,7 +81,7 @@ class Keys:
 
     namespace: str = "sluice"
 
-    def stream(self, stage: str, priority: Priority, pool_id: str | None = None) -> str:
+    def stream(self, stage: str, priority: Lane, pool_id: str | None = None) -> str:
         """Return the work stream of a stage.
 
         Raises:
@@ -95,6 +114,30 @@ class Keys:
     def chunks(self, request_id: str, attempt: int) -> str:
         """Return the hash with the sealed chunks of one attempt."""
         return f"{self.chunks_prefix(request_id)}{attempt}"
+
+    def credits(self, pool_id: str) -> str:
+        """Return the hash of the credits of one pool."""
+        return f"{self.credits_prefix()}{pool_id}"
+
+    def credits_prefix(self) -> str:
+        """Return what the names of the pools' credits have in common; a pool's id follows."""
+        return f"{self.namespace}:credits:"
+
+    def deadlines(self) -> str:
+        """Return the index of requests by the time at which they are given up."""
+        return f"{self.namespace}:deadlines"
+
+    def pools(self) -> str:
+        """Return the index of pools by the time of their last sign of life."""
+        return f"{self.namespace}:pools"
+
+    def counters(self) -> str:
+        """Return the hash that counts what should be rare."""
+        return f"{self.namespace}:counters"
+
+    def counted(self, ticket: str) -> str:
+        """Return what says that a call has added to the counters."""
+        return f"{self.namespace}:counted:{ticket}"
 
     def dead(self, stage: str) -> str:
         """Return the stream of a stage's dead letters."""

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import structlog
 
-from pipeline.clock import Monotonic, monotonic_s
 from pipeline.errors import ServerError
 from pipeline.keys import HANG_LEASES
 from pipeline.transport import Delivery, Transport
 
 RENEWALS_PER_LEASE = 3  # two may fail, or come late
+HANG_TICKS = HANG_LEASES * RENEWALS_PER_LEASE
 
 log = structlog.get_logger("leases")
 
@@ -24,8 +24,10 @@ log = structlog.get_logger("leases")
 class LeaseKeeper:
     """Renews the leases of everything held, until the work on it stands still.
 
-    A process whose engine hangs lives on, and so does its event loop. When progressed() has not been called
-    for HANG_LEASES leases, renewal stops and another process takes the work over; it resumes with progress.
+    A process whose engine hangs lives on, and so does its event loop. When the loop has come to HANG_LEASES leases'
+    worth of renewals without a call of progressed(), renewal stops and another process takes the work over; it
+    resumes with progress. After twice as many, on_hung is called. What is counted are the loop's own turns and not
+    seconds: a process that was stopped and continued did not run either, and is not hung.
 
     All methods belong to the event loop's thread, but progressed() may be called from any.
     """
@@ -35,16 +37,24 @@ class LeaseKeeper:
         transport: Transport,
         lease_s: float,
         on_lost: Callable[[Delivery], None] | None = None,
-        monotonic: Monotonic = monotonic_s,
+        on_hung: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare it; on_lost is told, at most once, of a delivery that somebody else has now."""
+        """Prepare it.
+
+        Args:
+            transport: Renews.
+            lease_s: How long a lease lasts without renewal.
+            on_lost: Is told, at most once, of a delivery that somebody else has now.
+            on_hung: Is told, at most once, that the work has stood still for so long that nobody should wait for it.
+        """
         self._transport = transport
         self._lease_s = lease_s
         self._on_lost = on_lost
-        self._monotonic = monotonic
+        self._on_hung = on_hung
         self._held: dict[tuple[str, str, str], Delivery] = {}
-        self._progressed_at = monotonic()
-        self._hung = False
+        self._num_progressed = 0
+        self._num_seen = 0  # of the progress, at the last tick
+        self._ticks_still = 0
 
     def hold(self, delivery: Delivery) -> None:
         """Renew this delivery from now on."""
@@ -62,7 +72,7 @@ class LeaseKeeper:
 
     def progressed(self) -> None:
         """Note that the work moves."""
-        self._progressed_at = self._monotonic()
+        self._num_progressed += 1  # of two threads at once one may not count: it has moved all the same
 
     async def run(self) -> None:
         """Renew until cancelled."""
@@ -71,7 +81,10 @@ class LeaseKeeper:
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew everything held, once; an unreachable server is tried again next time."""
+        """Renew everything held, once; an unreachable server is tried again next time.
+
+        One call is one tick of the clock by which work stands still.
+        """
         deliveries = list(self._held.values())
         if not deliveries or self._stands_still():
             return
@@ -79,6 +92,7 @@ class LeaseKeeper:
             kept = await self._transport.renew(deliveries)
         except ServerError as error:
             log.warning("leases_not_renewed", num_held=len(deliveries), problem=str(error))
+            self._ticks_still = 0  # the work may be waiting for the server too: that is no hang
             return
         for delivery, still_held in zip(deliveries, kept, strict=True):
             if not still_held and self._held.pop(_claim(delivery), None):
@@ -87,12 +101,15 @@ class LeaseKeeper:
                     self._on_lost(delivery)
 
     def _stands_still(self) -> bool:
-        still_s = self._monotonic() - self._progressed_at
-        hung = still_s > HANG_LEASES * self._lease_s
-        if hung and not self._hung:
-            log.error("work_stands_still", num_held=len(self._held), still_s=round(still_s, 1))
-        self._hung = hung
-        return hung
+        moved = self._num_progressed != self._num_seen
+        self._num_seen = self._num_progressed
+        self._ticks_still = 0 if moved else self._ticks_still + 1
+        if self._ticks_still == HANG_TICKS:
+            log.error("work_stands_still", num_held=len(self._held), num_leases=HANG_LEASES)
+        if self._ticks_still >= 2 * HANG_TICKS and self._on_hung is not None:
+            on_hung, self._on_hung = self._on_hung, None
+            on_hung()
+        return self._ticks_still >= HANG_TICKS
 
 
 def _claim(delivery: Delivery) -> tuple[str, str, str]:

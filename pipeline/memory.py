@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.errors import UnknownRequest
-from pipeline.keys import ADMIT_RETRY_S, SWEEPS_PER_LEASE, Keys, Priority
+from pipeline.keys import ADMIT_RETRY_S, SWEEPS_PER_LEASE, Keys, Lane, Priority
 from pipeline.memory_broker import MemoryBroker
 from pipeline.transport import (
     END_STATES,
@@ -51,14 +51,16 @@ class MemoryTransport:
         """The name under which this process holds entries."""
         return self._options.consumer
 
-    async def admit(self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0) -> Admission:
+    async def admit(
+        self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0, timeout_s: float | None = None
+    ) -> Admission:
         """Accept a request: create its state and give it to the tokenizer, in one step."""
         if self._broker.request(request_id) is not None:
             return Exists()
         waiting = sum(self._broker.length(stage, priority, None) for stage in ("tokenizer", "prefill"))
         if waiting >= self._options.max_queue:
             return Busy(ADMIT_RETRY_S)
-        self._broker.create_request(request_id, attempt)
+        self._broker.create_request(request_id, attempt, timeout_s)
         self._broker.append("tokenizer", priority, None, payload)
         await self._notify()
         return Accepted()
@@ -138,7 +140,7 @@ class MemoryTransport:
                     return found
                 await self._wait(left_s)
 
-    async def queue_length(self, stage: str, priority: Priority) -> int:
+    async def queue_length(self, stage: str, priority: Lane) -> int:
         """Return how many entries wait or are being worked on."""
         return self._broker.length(stage, priority, self._options.pool_id)
 

@@ -9,19 +9,23 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pipeline.clock import Monotonic
-from pipeline.keys import MAX_DEAD, MAX_FINISHED, PRIORITIES, Keys, Priority
+from pipeline.keys import MAX_DEAD, MAX_FINISHED, RETURNED, Keys, Lane, lanes_of
 from pipeline.transport import (
     END_STATES,
     AddChunk,
     DeadLetter,
     Delivery,
+    Effect,
     Emit,
     Finish,
     FinishedRequest,
+    GiveCredit,
     Outcome,
     Plan,
     Publish,
+    Restart,
     ResultEntry,
+    TakeCredit,
     Transaction,
     TransportOptions,
 )
@@ -49,6 +53,8 @@ class Request:
     chunks: dict[int, bytes] = field(default_factory=dict[int, bytes])
     plan: Plan | None = None
     joined: bool = False
+    deadline: float | None = None
+    """When it is given up, unless it has ended by then."""
     expires_at: float | None = None
 
 
@@ -58,6 +64,14 @@ class Dead:
 
     payload: bytes
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What a request may fill of a pool."""
+
+    attempt: int
+    num_bytes: int
 
 
 class MemoryBroker:
@@ -71,6 +85,7 @@ class MemoryBroker:
         self.dead: dict[str, deque[Dead]] = {}
         self.finished: deque[FinishedRequest] = deque(maxlen=MAX_FINISHED)
         self.registrations: dict[tuple[str, str], tuple[bytes, float]] = {}
+        self.credits: dict[str, dict[str, Credit]] = {}
         self._num_entries = 0
 
     def request(self, request_id: str) -> Request | None:
@@ -81,20 +96,21 @@ class MemoryBroker:
             return None
         return request
 
-    def create_request(self, request_id: str, attempt: int = 0) -> None:
+    def create_request(self, request_id: str, attempt: int = 0, timeout_s: float | None = None) -> None:
         """Start the state of a request."""
-        self._requests[request_id] = Request(attempt=attempt)
+        deadline = None if timeout_s is None else self.monotonic() + timeout_s
+        self._requests[request_id] = Request(attempt=attempt, deadline=deadline)
 
     def requests(self) -> dict[str, Request]:
         """Return all requests that have not expired."""
         found = ((request_id, self.request(request_id)) for request_id in list(self._requests))
         return {request_id: request for request_id, request in found if request}
 
-    def length(self, stage: str, priority: Priority, pool_id: str | None) -> int:
+    def length(self, stage: str, priority: Lane, pool_id: str | None) -> int:
         """Return how many entries wait or are being worked on."""
         return len(self.streams.get(self._keys.stream(stage, priority, pool_id), {}))
 
-    def append(self, stage: str, priority: Priority, pool_id: str | None, payload: bytes) -> None:
+    def append(self, stage: str, priority: Lane, pool_id: str | None, payload: bytes) -> None:
         """Add an entry to a stage's stream."""
         self._num_entries += 1
         stream = self.streams.setdefault(self._keys.stream(stage, priority, pool_id), {})
@@ -104,8 +120,8 @@ class MemoryBroker:
         """Claim entries: by priority, and within it handed back, then expired, then new."""
         nonce = secrets.token_hex(16)
         taken: list[Delivery] = []
-        for priority in PRIORITIES:
-            name = self._keys.stream(stage, priority, options.pool_id)
+        for lane in lanes_of(stage):
+            name = self._keys.stream(stage, lane, options.pool_id)
             free = [
                 (rank, entry_id, entry)
                 for entry_id, entry in self.streams.get(name, {}).items()
@@ -152,6 +168,8 @@ class MemoryBroker:
             return Outcome.FENCED
         if not _follows(transaction, request.num_tokens):
             return Outcome.FENCED
+        if not all(self._has_room(transaction, effect, options) for effect in transaction.effects):
+            return Outcome.FULL
         outcome = self._write(transaction, request, options)
         if transaction.ack:
             self.drop(delivery)
@@ -176,14 +194,46 @@ class MemoryBroker:
                 case Plan():
                     request.plan = request.plan or effect
                     self._join(request, options)
+                case TakeCredit(num_bytes):
+                    self.drop_credit(transaction.request_id)
+                    self._credits(options)[transaction.request_id] = Credit(transaction.attempt, num_bytes)
+                case GiveCredit():
+                    self.drop_credit(transaction.request_id)
+                case Restart():
+                    self._restart(transaction, request, effect)
                 case DeadLetter(reason):
                     self.bury(transaction.delivery, reason)
         return outcome
+
+    def _credits(self, options: TransportOptions) -> dict[str, Credit]:
+        if options.pool_id is None:
+            raise ValueError("credits are those of a pool, and this process has none")
+        return self.credits.setdefault(options.pool_id, {})
+
+    def _has_room(self, transaction: Transaction, effect: Effect, options: TransportOptions) -> bool:
+        if not isinstance(effect, TakeCredit):
+            return True
+        others = [credit for owner, credit in self._credits(options).items() if owner != transaction.request_id]
+        num_bytes = effect.num_bytes + sum(credit.num_bytes for credit in others)
+        return num_bytes <= effect.max_bytes and len(others) < effect.max_requests
+
+    def drop_credit(self, request_id: str) -> None:
+        """End a request's credit, in whichever pool it is."""
+        for credits_of_pool in self.credits.values():
+            credits_of_pool.pop(request_id, None)
+
+    def _restart(self, transaction: Transaction, request: Request, restart: Restart) -> None:
+        request.attempt, request.plan, request.chunks, request.joined = restart.attempt, None, {}, False
+        for owned in self.credits.values():
+            if credit := owned.get(transaction.request_id):
+                owned[transaction.request_id] = Credit(restart.attempt, credit.num_bytes)
+        self.append("prefill", RETURNED, None, restart.payload)
 
     def end_request(self, request_id: str, request: Request, end: Finish, options: TransportOptions) -> None:
         """Write the terminal entry; from now on the request is only to be read."""
         request.results.append(ResultEntry(None, end.terminal))
         request.state, request.plan, request.chunks = end.state, None, {}
+        self.drop_credit(request_id)
         request.expires_at = self.monotonic() + options.result_ttl_s
         self.finished.append(FinishedRequest(request_id, end.terminal))
 

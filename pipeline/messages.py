@@ -96,6 +96,7 @@ class TokenizedPrompt(WorkItem):
     params: SamplingParams
     max_tokens: Annotated[int, Field(ge=1)]
     speculate: bool = True
+    num_restarts: Count = 0
 
 
 class RawChunk(WorkItem):
@@ -109,17 +110,23 @@ class RawChunk(WorkItem):
 
 
 class PrefilledPrompt(WorkItem):
-    """Prefill to decode, delivered when all num_chunks chunks are sealed; token 0 is out already."""
+    """Prefill to decode, delivered when all num_chunks chunks are sealed; token 0 is out already.
+
+    The chunks hold the first num_prefilled_tokens tokens: the prompt, and of a request that was sent back to prefill
+    also the output that was out by then, but for its newest token.
+    """
 
     kind: Literal["prefilled_prompt"] = "prefilled_prompt"
     prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     first_token_id: TokenId
     params: SamplingParams
     max_tokens: Annotated[int, Field(ge=1)]
+    num_prefilled_tokens: Annotated[int, Field(ge=1)]
     num_chunks: Annotated[int, Field(ge=1)]
     chunk_tokens: Annotated[int, Field(ge=1)]
     fingerprint: Digest
     speculate: bool = True
+    num_restarts: Count = 0
 
 
 class SealedChunk(Stamped):
@@ -160,12 +167,17 @@ class Failure(Message):
 
 
 class Usage(Message):
-    """Counts of tokens; draft_tokens were proposed, accepted_tokens of them came out."""
+    """Counts of tokens; draft_tokens were proposed, accepted_tokens of them came out.
+
+    recomputed_tokens are positions that the last process to hold the request had to compute although an earlier one
+    had: after a crash, or because a blob was lost.
+    """
 
     prompt_tokens: Count
     completion_tokens: Count
     draft_tokens: Count = 0
     accepted_tokens: Count = 0
+    recomputed_tokens: Count = 0
 
 
 class Terminal(Stamped):

@@ -6,7 +6,7 @@ about supervisors, or about how anything is shown.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 from redis.asyncio import Redis
@@ -21,6 +21,7 @@ from pipeline.keys import STAGES, Keys
 from pipeline.queue_state import QueueState, read_queues
 from pipeline.redis_calls import RedisCalls, command, commands
 from pipeline.samples import Sample, SampleLog
+from pipeline.upkeep import read_counters
 
 NUM_ENDED_BATCHES: Final = 3
 FRESH_S: Final = 5.0  # several samples of an idle stack; an older one says nothing about now
@@ -79,6 +80,8 @@ class Overview:
     """The last requests that ended, oldest first."""
     batches: tuple[BatchRecord, ...] = ()
     """Those that go on and the last few that ended, oldest first."""
+    counters: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What should be rare and happened lately (counters.py); nothing that is zero."""
 
     def num_waiting(self, stage: str) -> int:
         """Return how many entries of all priorities wait for a stage."""
@@ -146,6 +149,7 @@ class Observer:
             dead={stage: num for stage, num in zip(STAGES, num_dead, strict=True) if num},
             ended=await self._finished.read(),
             batches=tuple(await self._batches.recent(NUM_ENDED_BATCHES)),
+            counters=await read_counters(self._calls, self._client, self._keys),
         )
 
     async def _kv(self, at_us: int) -> KvState | None:

@@ -9,12 +9,10 @@ made by scripts/queue_state.lua:
 from dataclasses import dataclass
 from typing import Final, Self, cast
 
-from pipeline.keys import HANDBACK, POOLED_STAGES, PRIORITIES, STAGES, Keys, Priority
+from pipeline.keys import HANDBACK, POOLED_STAGES, STAGES, Keys, Lane, lanes_of
 from pipeline.redis_calls import RedisCalls
 
-QUEUES: Final[tuple[tuple[str, Priority], ...]] = tuple(
-    (stage, priority) for stage in STAGES for priority in PRIORITIES
-)
+QUEUES: Final[tuple[tuple[str, Lane], ...]] = tuple((stage, lane) for stage in STAGES for lane in lanes_of(stage))
 """Every queue, in the order in which requests meet them."""
 
 
@@ -23,7 +21,7 @@ class QueueState:
     """One work stream in one moment; held entries are being worked on, the others wait."""
 
     stage: str
-    priority: Priority
+    priority: Lane
     num_entries: int = 0
     num_held: int = 0
     num_holders: int = 0
@@ -36,7 +34,7 @@ class QueueState:
         return self.num_entries - self.num_held
 
     @classmethod
-    def parse(cls, stage: str, priority: Priority, numbers: bytes) -> Self:
+    def parse(cls, stage: str, priority: Lane, numbers: bytes) -> Self:
         """Return the state that four numbers describe; of an empty queue there are none.
 
         Raises:
@@ -48,7 +46,7 @@ class QueueState:
         return cls(stage, priority, num_entries, num_held, num_holders, oldest_ms / 1000)
 
 
-def queues_of(pool_id: str | None) -> list[tuple[str, Priority]]:
+def queues_of(pool_id: str | None) -> list[tuple[str, Lane]]:
     """Return the queues around a pool; without one, those that need none."""
     return [queue for queue in QUEUES if pool_id is not None or queue[0] not in POOLED_STAGES]
 

@@ -14,7 +14,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from pipeline.clock import Monotonic
-from pipeline.keys import HANDBACK, PRIORITIES, SWEEPS_PER_LEASE, Keys
+from pipeline.keys import HANDBACK, SWEEPS_PER_LEASE, Keys, lanes_of
 from pipeline.redis_calls import LOST, Arg, RedisCalls, read_stream
 from pipeline.transport import Delivery, TransportOptions
 
@@ -36,7 +36,7 @@ class StageReceiver:
         keys: Keys,
         monotonic: Monotonic,
     ) -> None:
-        self.streams: list[str] = [keys.stream(stage, priority, options.pool_id) for priority in PRIORITIES]
+        self.streams: list[str] = [keys.stream(stage, lane, options.pool_id) for lane in lanes_of(stage)]
         self._stage = stage
         self._calls = calls
         self._readers = readers

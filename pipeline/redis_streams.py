@@ -15,19 +15,23 @@ from redis.asyncio import Redis
 
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.commit_args import CommitArgs
-from pipeline.errors import ServerError, ServerFull, StateDamaged, TransportClosed, UnknownRequest
+from pipeline.errors import ServerError, StateDamaged, TransportClosed, UnknownRequest
 from pipeline.keys import (
     ADMIT_RETRY_S,
     DEAD_TTL_S,
     HANDBACK,
     MAX_DEAD,
     MAX_FINISHED,
+    POOLS_TTL_S,
     PROC_INDEX_TTL_S,
     Keys,
+    Lane,
     Priority,
 )
 from pipeline.redis_calls import Arg, RedisCalls, command, read_stream
+from pipeline.redis_durable import script_on_disk
 from pipeline.redis_receive import BLOCK_SLICE_S, StageReceiver
+from pipeline.time_limit import time_limit_ms
 from pipeline.transport import (
     Accepted,
     Admission,
@@ -89,20 +93,22 @@ class RedisStreams:
         """The name under which this process holds entries."""
         return self._options.consumer
 
-    async def admit(self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0) -> Admission:
+    async def admit(
+        self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0, timeout_s: float | None = None
+    ) -> Admission:
         """Accept a request: create its state and give it to the tokenizer, in one step."""
         keys = [
             self._keys.request(request_id),
             self._keys.stream("tokenizer", priority),
             self._keys.stream("prefill", priority),
+            self._keys.deadlines(),
         ]
         ticket = secrets.token_hex(8)
-        args: list[Arg] = [ticket, self._options.max_queue, payload, attempt]
-        try:
-            reply: bytes = await self._calls.script("admit", keys, args)
-        except ServerFull:  # also where this was sent before, was accepted, and the answer got lost
-            known = await self._command("HGET", self._keys.request(request_id), "ticket")
-            return Accepted() if known == ticket.encode() else Busy(ADMIT_RETRY_S)
+        args: list[Arg] = [ticket, self._options.max_queue, payload, attempt, time_limit_ms(timeout_s)]
+        if self._options.strict:
+            reply = await script_on_disk(self._calls, self._commands, self._address, "admit", keys, args)
+        else:
+            reply = await self._calls.script("admit", keys, args)
         return {b"accepted": Accepted(), b"exists": Exists(), b"busy": Busy(ADMIT_RETRY_S)}[reply]
 
     async def cancel(self, request_id: str, terminal: bytes) -> bool:
@@ -153,7 +159,7 @@ class RedisStreams:
             if word.startswith("damaged: ")
         ]
         if damaged:
-            raise StateDamaged(tuple(damaged))
+            raise StateDamaged(tuple(damaged), tuple(None if w.startswith("damaged: ") else w for w in words))
         return [Outcome(word) for word in words]
 
     async def hand_back(self, deliveries: Sequence[Delivery]) -> None:
@@ -196,7 +202,7 @@ class RedisStreams:
             if self._monotonic() >= deadline:
                 return []
 
-    async def queue_length(self, stage: str, priority: Priority) -> int:
+    async def queue_length(self, stage: str, priority: Lane) -> int:
         """Return how many entries wait or are being worked on."""
         stream = self._keys.stream(stage, priority, self._options.pool_id)
         return cast("int", await self._command("XLEN", stream))
@@ -208,6 +214,14 @@ class RedisStreams:
         await self._command("SET", key, info, "PX", round(1000 * ttl_s))
         await self._command("SADD", self._keys.processes(), f"{stage}:{self.consumer}")
         await self._command("EXPIRE", self._keys.processes(), PROC_INDEX_TTL_S)
+        if self._options.pool_id is not None:
+            await self._announce_pool(self._options.pool_id)
+
+    async def _announce_pool(self, pool_id: str) -> None:
+        # By the server's clock, as whoever judges its age does: the clocks of hosts differ.
+        seconds, microseconds = cast("tuple[int, int]", await self._command("TIME"))
+        await self._command("ZADD", self._keys.pools(), 1000 * seconds + microseconds // 1000, pool_id)
+        await self._command("EXPIRE", self._keys.pools(), POOLS_TTL_S)
 
     async def processes(self) -> list[Process]:
         """Return the processes whose registration has not run out, by stage and consumer."""

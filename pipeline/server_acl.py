@@ -27,12 +27,13 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         *("DEL KEY", "EXISTS KEY", "EXPIRE KEY 1", "PERSIST KEY", "PEXPIRE KEY 1"),
         *("GET KEY", "MGET KEY", "PSETEX KEY 1 v", "SET KEY v PX 1"),
         *("HDEL KEY f", "HEXISTS KEY f", "HGET KEY f", "HGETALL KEY", "HINCRBY KEY f 1", "HLEN KEY", "HMGET KEY f"),
-        *("HSET KEY f v", "HSETNX KEY f v"),
+        *("HSCAN KEY 0", "HSET KEY f v", "HSETNX KEY f v"),
         *("SADD KEY m", "SMEMBERS KEY", "SREM KEY m"),
         *("ZADD KEY 1 m", "ZCARD KEY", "ZRANGE KEY 0 1", "ZRANGEBYSCORE KEY 0 1", "ZREM KEY m"),
         *("ZREMRANGEBYSCORE KEY 0 1", "ZSCORE KEY m"),
         *("XACK KEY g 1-1", "XADD KEY * f v", "XAUTOCLAIM KEY g c 1 0-0", "XCLAIM KEY g c 1 1-1", "XDEL KEY 1-1"),
-        *("XGROUP CREATE KEY g 0", "XGROUP DELCONSUMER KEY g c", "XINFO GROUPS KEY", "XINFO STREAM KEY", "XLEN KEY"),
+        *("XGROUP CREATE KEY g 0", "XGROUP DELCONSUMER KEY g c", "XINFO CONSUMERS KEY g", "XINFO GROUPS KEY"),
+        *("XINFO STREAM KEY", "XLEN KEY"),
         *("XPENDING KEY g", "XRANGE KEY - +", "XREAD STREAMS KEY 0-0", "XREADGROUP GROUP g c STREAMS KEY >"),
         "XREVRANGE KEY + -",
     ),
@@ -42,7 +43,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         *("SET KEY v PX 1", "WATCH KEY"),
     ),
     "arq:abort": ("ZRANGE KEY 0 1", "ZREM KEY m", "ZREMRANGEBYSCORE KEY 0 1"),
-    "": ("DBSIZE", "DISCARD", "EVAL x 0", "EVALSHA x 0", "EXEC", "INFO", "MULTI", "PING", "TIME", "UNWATCH"),
+    "": ("DBSIZE", "DISCARD", "EVAL x 0", "EVALSHA x 0", "EXEC", "INFO", "MULTI", "PING", "SCAN 0", "TIME", "UNWATCH"),
 }
 """Commands by the keys that they are for."""
 NUM_NAMED = 3  # in a message; a user that may do nothing would get fifty

@@ -87,15 +87,39 @@ class Settings(BaseSettings):
     result_ttl_s: Annotated[int, Field(ge=1, description="Seconds that a result stays readable after its end.")] = (
         RESULT_TTL_S
     )
+    durability: Annotated[
+        Literal["everysec", "strict"],
+        Field(
+            description="When a request counts as accepted: everysec when the server has it, whose crash may take the "
+            "last second's; strict when its disk has it."
+        ),
+    ] = "everysec"
     max_queue: Annotated[int, Field(ge=1, description="Requests of one priority that may wait for prefill.")] = (
         MAX_QUEUE
     )
     max_decode_queue: Annotated[
-        int, Field(ge=1, description="Prefilled requests that may wait for decode or be in it; prefill pauses.")
+        int,
+        Field(
+            ge=1,
+            description="Requests between prefill and their end in decode; never more than twice what decode has slots.",
+        ),
     ] = 64
+    keep_kv: Annotated[
+        bool,
+        Field(
+            description="Keep a request's KV blobs until it ends, and add to them, so that whoever takes it over after a "
+            "crash need not compute it again."
+        ),
+    ] = True
     log_level: Annotated[LogLevel, Field(description="Least severe event that is logged.")] = "info"
+    fault: Annotated[
+        str | None, Field(description="For tests: faults that processes inject into themselves (pipeline/faults.py).")
+    ] = None
+    fault_dir: Annotated[
+        Path | None, Field(description="For tests: directory in which faults that were injected are counted.")
+    ] = None
 
-    @field_validator("home", "kv_pool_dir")
+    @field_validator("home", "kv_pool_dir", "fault_dir")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
-from pipeline.keys import LEASE_S, MAX_QUEUE, RESULT_TTL_S, Priority
+from pipeline.keys import LEASE_S, MAX_QUEUE, RESULT_TTL_S, Lane, Priority
 
 EndState = Literal["finished", "failed", "cancelled"]
 END_STATES: tuple[EndState, ...] = ("finished", "failed", "cancelled")
@@ -99,13 +99,42 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeCredit:
+    """Reserve num_bytes of the pool for the request, unless the pool's credits have no room: then FULL.
+
+    Taken again (after a take-over, or under a new attempt), the request's own credit is replaced. A credit belongs to
+    the request's state: it ends with the request, or when it is given back.
+    """
+
+    num_bytes: int
+    max_bytes: int
+    max_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveCredit:
+    """Give the request's credit back before the request ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Send the request back to prefill under a larger attempt, ahead of what waits there; its credit goes along.
+
+    What was done under the old attempt is refused from now on, and its chunk references are gone; emitted tokens stay.
+    """
+
+    attempt: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class DeadLetter:
     """Keep the delivery's payload with a reason in the stage's dead stream."""
 
     reason: str
 
 
-Effect = Publish | Emit | Finish | AddChunk | Plan | DeadLetter
+Effect = Publish | Emit | Finish | AddChunk | Plan | TakeCredit | GiveCredit | Restart | DeadLetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +151,9 @@ class Transaction:
     ack: bool
 
     def __post_init__(self) -> None:
+        restarts = [effect for effect in self.effects if isinstance(effect, Restart)]
+        if restarts and (len(self.effects) > 1 or not self.ack or restarts[0].attempt <= self.attempt):
+            raise ValueError("a restart stands alone, ends its delivery, and has a larger attempt")
         ends = [i for i, effect in enumerate(self.effects) if isinstance(effect, Finish)]
         if not ends:
             return
@@ -144,6 +176,8 @@ class Outcome(StrEnum):
     FENCED = "fenced"
     """Not yours to do: another holder, another attempt, or an Emit that does not follow what is there.
     Nothing changed; drop the work quietly."""
+    FULL = "full"
+    """A TakeCredit found no room. Nothing changed; ask again later."""
     GONE = "gone"
     """The request has ended or its state is missing. The entry was acknowledged, nothing else changed."""
 
@@ -203,6 +237,8 @@ class TransportOptions:
     lease_s: float = LEASE_S
     max_queue: int = MAX_QUEUE
     result_ttl_s: int = RESULT_TTL_S
+    strict: bool = False
+    """Whether an admission is acknowledged only when it is on the server's disk."""
 
 
 class Transport(Protocol):
@@ -213,11 +249,13 @@ class Transport(Protocol):
         """The name under which this process holds entries."""
         ...
 
-    async def admit(self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0) -> Admission:
+    async def admit(
+        self, request_id: str, priority: Priority, payload: bytes, attempt: int = 0, timeout_s: float | None = None
+    ) -> Admission:
         """Accept a request: create its state and give it to the tokenizer, in one step.
 
         The attempt is that of the payload. Where an id may come again, it must have grown: what was begun under a
-        smaller one is refused.
+        smaller one is refused. timeout_s from now the request is given up, whatever its state is then.
         """
         ...
 
@@ -273,7 +311,7 @@ class Transport(Protocol):
         """
         ...
 
-    async def queue_length(self, stage: str, priority: Priority) -> int:
+    async def queue_length(self, stage: str, priority: Lane) -> int:
         """Return how many entries wait or are being worked on."""
         ...
 

@@ -3,14 +3,16 @@
 Owns a delivery from receive to commit, and what happens to one that cannot be handled. Knows nothing about
 what a stage does. Prefill and decode have loops of their own and use `is_poison` and `bury` from here.
 
-    receive -> tries > MAX_DELIVERIES ----------------------------------------> bury
+    receive -> tries > MAX_DELIVERIES ----------------------------------------> give up
             -> handle -> transaction -> commit -> settled
-                      -> WireError, or an error that no retry can help -------> bury
+                      -> WireError -------------------------------------------> bury
+                      -> an error that no retry can help ---------------------> give up
                       -> InvalidRequest --------------------------------------> the request fails, no letter
                       -> anything else: left to its lease, so that it is tried
-                         again after a while, here or elsewhere; the last time -> bury
+                         again after a while, here or elsewhere; the last time -> give up
     stopping -> the item in work is finished, the others are handed back
 
+give up = the stage may have a transaction for what it cannot do, which lets the request go on; else bury.
 bury = the request ends with a Failure, and the payload is kept as a dead letter, in one transaction.
 """
 
@@ -21,7 +23,7 @@ from typing import Protocol
 import structlog
 
 from kv_store.errors import KvStoreError
-from pipeline import wire
+from pipeline import faults, wire
 from pipeline.boundaries import CLAIMED, FINISHED
 from pipeline.clock import now_us
 from pipeline.errors import InvalidRequest, ServerError, SluiceError, StateDamaged, WireError
@@ -46,6 +48,13 @@ class MapStage(Protocol):
 
     async def handle(self, delivery: Delivery) -> Transaction:
         """Do the work and say what it changes; called again for the same entry after a crash."""
+        ...
+
+    async def give_up(self, delivery: Delivery) -> Transaction | None:
+        """Say what to commit for a delivery that cannot be handled, so that its request goes on; None fails it.
+
+        It must not do what may have taken the process down, and an unreadable payload is None.
+        """
         ...
 
     async def settled(self, transaction: Transaction, outcome: Outcome) -> None:
@@ -131,15 +140,14 @@ class _Worker:
     async def _serve_one(self, delivery: Delivery) -> None:
         self._leases.progressed()
         if is_poison(delivery):
-            await self._bury(delivery, "too_many_tries", f"given up after {MAX_DELIVERIES} tries")
+            await self._give_up(delivery, "too_many_tries", f"given up after {MAX_DELIVERIES} tries")
             return
         claimed_us = now_us()
         try:
+            await faults.reach(f"{self._stage.name}.claimed")
             transaction = await self._stage.handle(delivery)
-            [outcome] = await self._transport.commit([transaction])
-            if outcome is not Outcome.OK:
-                log.info("commit_refused", request_id=transaction.request_id, outcome=outcome)
-            await self._stage.settled(transaction, outcome)
+            await faults.reach(f"{self._stage.name}.handled")
+            await self._commit(transaction)
         except ServerError:
             raise
         except InvalidRequest as error:
@@ -148,6 +156,13 @@ class _Worker:
             await self._bury(delivery, error.code, str(error))
         except Exception as error:  # noqa: BLE001 - the one place: a stage must outlive any single message
             await self._failed(delivery, error)
+
+    async def _commit(self, transaction: Transaction) -> None:
+        [outcome] = await self._transport.commit([transaction])
+        await faults.reach(f"{self._stage.name}.committed")
+        if outcome is not Outcome.OK:
+            log.info("commit_refused", request_id=transaction.request_id, outcome=outcome)
+        await self._stage.settled(transaction, outcome)
 
     async def _refuse(self, delivery: Delivery, error: InvalidRequest, claimed_us: int) -> None:
         failure = Failure(
@@ -167,11 +182,22 @@ class _Worker:
         known = isinstance(error, SluiceError | KvStoreError)
         if known and not error.retryable:
             code = error.code if isinstance(error, SluiceError) else "kv_store"
-            await self._bury(delivery, code, str(error))
+            await self._give_up(delivery, code, str(error))
         elif delivery.tries >= MAX_DELIVERIES:
             # Only the type: the text of an unforeseen error may hold a prompt.
             message = f"failed {delivery.tries} times, last with {type(error).__name__}"
-            await self._bury(delivery, "stage_failed", message)
+            await self._give_up(delivery, "stage_failed", message)
+
+    async def _give_up(self, delivery: Delivery, code: str, message: str) -> None:
+        try:
+            transaction = await self._stage.give_up(delivery)
+            if transaction is not None:
+                log.error("given_up", entry_id=delivery.entry_id, request_id=transaction.request_id, reason=code)
+                await self._commit(transaction)
+                return
+        except StateDamaged as error:  # nothing can be committed for this request
+            message = f"{message}; {error}"
+        await self._bury(delivery, code, message)
 
     async def _bury(self, delivery: Delivery, code: str, message: str) -> None:
         failure = Failure(stage=self._stage.name, code=code, message=message, retryable=False)

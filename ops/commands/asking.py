@@ -17,6 +17,7 @@ from pipeline.errors import InvalidRequest
 from pipeline.messages import ChatMessage
 from pipeline.params import is_unicode, parse_params
 from pipeline.settings import Settings
+from pipeline.time_limit import check_time_limit
 
 # Without one, the template adds the model's persona, and with that persona the model answers plain questions worse.
 DEFAULT_SYSTEM = "You are a helpful assistant. Answer briefly and correctly."
@@ -44,6 +45,15 @@ SpeculateOption = Annotated[
     bool, typer.Option("--speculate/--no-speculate", help="Draft tokens; never changes the text.")
 ]
 
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        help="Give the request up when it has not ended so long after it was accepted. [default: never]",
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -54,6 +64,7 @@ class Wanted:
     raw: bool
     speculate: bool
     sampling: Mapping[str, object]
+    timeout_s: float | None = None
 
 
 def read_prompt(prompt: str) -> str:
@@ -73,6 +84,7 @@ def new_request(wanted: Wanted, settings: Settings) -> NewRequest:
         raise InvalidRequest("system", "is not Unicode text")
     if wanted.raw and wanted.system is not None:
         raise InvalidRequest("system", "belongs to a chat, and --raw is none")
+    timeout_s = None if wanted.timeout_s is None else check_time_limit("timeout", wanted.timeout_s)
     params = parse_params({**MODEL_SAMPLING.get(served_name(settings.model), {}), **wanted.sampling})
     system = DEFAULT_SYSTEM if wanted.system is None else wanted.system
     messages = (ChatMessage(role="system", content=system), ChatMessage(role="user", content=wanted.prompt))
@@ -82,4 +94,5 @@ def new_request(wanted: Wanted, settings: Settings) -> NewRequest:
         messages=None if wanted.raw else messages,
         params=params,
         speculate=wanted.speculate,
+        timeout_s=timeout_s,
     )

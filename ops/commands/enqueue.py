@@ -14,6 +14,7 @@ from ops.commands.asking import (
     StopOption,
     SystemOption,
     TemperatureOption,
+    TimeoutOption,
     TopPOption,
     Wanted,
     chosen,
@@ -49,6 +50,7 @@ def enqueue(  # noqa: PLR0913 - one parameter for each option
     seed: SeedOption = None,
     stop: StopOption = None,
     speculate: SpeculateOption = True,
+    timeout: TimeoutOption = None,
 ) -> None:
     """Enqueue a prompt on the running stack and print the request's id.
 
@@ -56,7 +58,7 @@ def enqueue(  # noqa: PLR0913 - one parameter for each option
     `sluice cancel ID` ends the request. The model is the stack's unless --model says otherwise.
     """
     sampling = chosen(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
-    wanted = Wanted(read_prompt(prompt), system, raw, speculate, sampling)
+    wanted = Wanted(read_prompt(prompt), system, raw, speculate, sampling, timeout)
     execute(_enqueue(model, wanted, priority, request_id))
 
 

@@ -15,6 +15,7 @@ from ops.commands.asking import (
     StopOption,
     SystemOption,
     TemperatureOption,
+    TimeoutOption,
     TopPOption,
     Wanted,
     chosen,
@@ -47,11 +48,13 @@ def generate(  # noqa: PLR0913 - one parameter for each option
     seed: SeedOption = None,
     stop: StopOption = None,
     speculate: SpeculateOption = True,
+    timeout: TimeoutOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Ask the model for one answer and print it as it comes."""
     sampling = chosen(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
-    execute(_generate(model, Wanted(read_prompt(prompt), system, raw, speculate, sampling), as_json=as_json))
+    wanted = Wanted(read_prompt(prompt), system, raw, speculate, sampling, timeout)
+    execute(_generate(model, wanted, as_json=as_json))
 
 
 async def _generate(model: str | None, wanted: Wanted, *, as_json: bool) -> int:

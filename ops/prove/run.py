@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ops.in_order import in_order
+from ops.outputs import Output
 from ops.prove.batch import with_other_seeds
 from ops.prove.matrix import Case, StackChoice, by_stack
-from ops.prove.outputs import Output
 from ops.stack import Stack
 from pipeline.batch.lines import BatchLine
 from pipeline.batch.results import Completion

@@ -6,8 +6,8 @@ Owns the judgement and its table. Knows nothing about stacks.
 from collections.abc import Iterator, Sequence
 
 from ops.measuring import markdown_table
+from ops.outputs import differences, digest
 from ops.prove.batch import is_sampled
-from ops.prove.outputs import differences, digest
 from ops.prove.run import CaseRun, Proof
 from pipeline.batch.lines import BatchLine
 

@@ -26,7 +26,7 @@ from pipeline.errors import SluiceError
 SERVER_SOCKET, KEEPER_SOCKET = "server.sock", "keeper.sock"
 START_TIMEOUT_S = 180.0  # longer than the keeper itself waits for a lock and a large file
 STOP_TIMEOUT_S = 40.0  # longer than the keeper waits before it kills
-MAX_MEMORY = "2gb"  # queues and results, never KV: 100,000 results of 128 tokens
+MAX_MEMORY = "2gb"  # queues and results, never KV: 100,000 results of 128 tokens fill the 80 % at which the door closes
 LOCK_POLL_S = 0.05
 PROBE_TIMEOUT_S = 1.0
 

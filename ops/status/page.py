@@ -3,7 +3,7 @@
 Owns wording and layout. Knows nothing about where the figures come from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,9 +11,11 @@ from rich.text import Text
 
 from ops.status.state import PACE_WINDOW_S, ProcessRow, StackStatus
 from pipeline.batch.record import BatchRecord
+from pipeline.counters import DIVERGENCES, MEANINGS
 from pipeline.finished_log import output_tokens_per_s
-from pipeline.keys import PRIORITIES, STAGES, Priority
+from pipeline.keys import PRIORITIES, RETURNED, STAGES, Priority
 from pipeline.overview import KvState, Overview, ServerState
+from pipeline.queue_state import QueueState
 
 GOOD, WARN, BAD, DIM = "green", "yellow", "bold red", "dim"
 STATE_STYLE = {"ready": GOOD, "registered": GOOD, "starting": WARN, "stopping": WARN, "backing_off": BAD}
@@ -116,8 +118,19 @@ def _figures(overview: Overview) -> list[Text]:
         f"ended      {_ended(overview)}",
         f"KV pool    {_kv(overview.kv)}",
     ]
+    lines += [f"returned   {_returned(queue)}" for queue in _sent_back(overview)]
     lines += [f"batch      {_batch(batch, overview.at_us)}" for batch in overview.batches]
     return [Text(line) for line in lines]
+
+
+def _sent_back(overview: Overview) -> list[QueueState]:
+    """The queue of what went back to prefill, where it holds anything; it hardly ever does."""
+    return [queue for queue in overview.queues if queue.priority == RETURNED and queue.num_entries]
+
+
+def _returned(queue: QueueState) -> str:
+    state = f"{queue.num_waiting} waiting, {queue.num_held} in work, the oldest for {age(queue.oldest_s)}"
+    return f"{state}: their KV was lost, and is computed again"
 
 
 def _batch(batch: BatchRecord, at_us: int) -> str:
@@ -148,9 +161,20 @@ def _problems(status: StackStatus) -> list[Text]:
     if status.overview.dead:
         letters = ", ".join(f"{num} of {stage}" for stage, num in status.overview.dead.items())
         problems.append(Text(f"dead       {letters}: messages that could not be processed", WARN))
+    problems += _rare(status.overview.counters)
     if status.missing:
         problems.append(Text(f"missing    no process of: {', '.join(status.missing)}", BAD))
     return problems
+
+
+def _rare(counters: Mapping[str, int]) -> list[Text]:
+    """A line for each counter that is not zero, in the order in which they are declared."""
+    counted = [(name, counters[name]) for name in MEANINGS if counters.get(name)]
+    labels = ["rare" if number == 0 else "" for number in range(len(counted))]
+    return [
+        Text(f"{label:<10} {num} {MEANINGS[name]}", BAD if name == DIVERGENCES else DIM)
+        for label, (name, num) in zip(labels, counted, strict=True)
+    ]
 
 
 def _table(*columns: str) -> Table:

@@ -91,6 +91,7 @@ class StackStatus:
             "output_tokens_per_s": round(output_tokens_per_s(overview.ended, overview.at_us, PACE_WINDOW_S), 1),
             "batches": [batch.model_dump(mode="json", exclude={"summary"}) for batch in overview.batches],
             "dead_letters": dict(overview.dead),
+            "counters": dict(overview.counters),
         }
 
     def _requests(self) -> dict[str, object]:

@@ -12,13 +12,14 @@ from typing import Literal, cast, get_args
 from pipeline.errors import InvalidRequest
 from pipeline.messages import ChatMessage
 from pipeline.params import SamplingParams, is_unicode, parse_params, shown, unknown_name
+from pipeline.time_limit import check_time_limit
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 
 _ROLES = ("system", "user", "assistant")
 _PASSED_ON = frozenset(SamplingParams.model_fields) - {"max_tokens", "logprobs"}
-_COMMON = _PASSED_ON | {"model", "max_tokens", "logprobs", "n", "stream", "user", "speculate"}
+_COMMON = _PASSED_ON | {"model", "max_tokens", "logprobs", "n", "stream", "user", "speculate", "timeout_s"}
 _FIELDS: Mapping[Endpoint, frozenset[str]] = {
     "/v1/chat/completions": _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
     "/v1/completions": _COMMON | {"prompt"},
@@ -39,6 +40,8 @@ class RequestBody:
     messages: tuple[ChatMessage, ...] | None
     params: SamplingParams
     speculate: bool
+    timeout_s: float | None = None
+    """The time from its admission until it is given up; None is no limit."""
 
 
 def parse_body(endpoint: Endpoint, body: Mapping[str, object], model: str) -> RequestBody:
@@ -53,6 +56,7 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, object], model: str) -> Re
         messages=_messages(fields) if chat else None,
         params=_chat_params(fields) if chat else parse_params(_sampling(fields)),
         speculate=_flag(fields, "speculate", default=True),
+        timeout_s=check_time_limit("timeout_s", fields["timeout_s"]) if "timeout_s" in fields else None,
     )
 
 

@@ -38,6 +38,8 @@ class BatchLine:
     messages: tuple[ChatMessage, ...] | None
     params: SamplingParams
     speculate: bool
+    timeout_s: float | None = None
+    """The time from its feeding until it is given up; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ def parse_line(
         messages=body.messages,
         params=body.params,
         speculate=body.speculate,
+        timeout_s=body.timeout_s,
     )
 
 

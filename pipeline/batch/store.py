@@ -19,6 +19,8 @@ from pipeline.clock import Monotonic, monotonic_s
 from pipeline.connect import connection_pool
 from pipeline.keys import BATCH_TTL_S, MAX_QUEUE, RESULT_TTL_S, Keys
 from pipeline.redis_calls import Arg, RedisCalls, command, commands, read_stream
+from pipeline.redis_durable import script_on_disk
+from pipeline.time_limit import time_limit_ms
 
 STEP_LEASE_S = 5.0  # a killed jobs process loses its steps after this
 STEP_GRACE_S = 3.0  # in which a step's job begins; arq polls many times in it
@@ -40,6 +42,17 @@ class StepTurn:
     step: StepName
     number: int
     nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What becomes of one line; a request has its bytes and its attempt."""
+
+    kind: FeedKind
+    payload: bytes = b""
+    attempt: int = 0
+    timeout_s: float | None = None
+    """The request is given up so long after it was fed; None is never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +93,22 @@ class BatchStore:
         *,
         patience_s: float = PATIENCE_S,
         monotonic: Monotonic = monotonic_s,
+        strict: bool = False,
     ) -> None:
-        """Wire it up; whoever made the client closes it."""
+        """Wire it up; whoever made the client closes it.
+
+        Args:
+            client: Of the server; its calls have a limit of their own (store_client).
+            address: The server's, for messages.
+            keys: Of the stack.
+            patience_s: How long a call is repeated while the server is away.
+            monotonic: The clock of that.
+            strict: Whether lines count as fed only when they are on the server's disk.
+        """
         self.keys = keys
         self._client = client
+        self._address = address
+        self._strict = strict
         self._calls = RedisCalls(client, address, patience_s, monotonic)
 
     # Records
@@ -229,14 +254,19 @@ class BatchStore:
         self,
         turn: StepTurn,
         cursor: int,
-        kind: FeedKind,
-        payload: bytes = b"",
+        line: Feed,
         max_queue: int = MAX_QUEUE,
-        attempt: int = 0,
+        *,
+        more_follow: bool = False,
     ) -> FeedReply:
         """Feed the line at the cursor, which moves on with it; the turn must be one of feed.
 
-        The attempt is the payload's. A line that begins anew stays busy until it has grown.
+        Args:
+            turn: Whose lines they are.
+            cursor: The line's index.
+            line: What becomes of it. One that begins anew stays busy until its attempt has grown.
+            max_queue: The bound of the queue.
+            more_follow: Whether the next line comes at once: then the disk, where it matters, is waited for with that.
         """
         batch_id = turn.batch_id
         keys = [
@@ -246,9 +276,14 @@ class BatchStore:
             self.keys.results(line_request_id(batch_id, cursor)),
             self.keys.stream("tokenizer", "batch"),
             self.keys.stream("prefill", "batch"),
+            self.keys.deadlines(),
         ]
-        args: list[Arg] = [cursor, kind, payload, max_queue, turn.nonce, attempt]
-        reply: bytes = await self._calls.script("batch_feed", keys, args)
+        args: list[Arg] = [cursor, line.kind, line.payload, max_queue, turn.nonce, line.attempt]
+        args.append(time_limit_ms(line.timeout_s))
+        if self._strict and not more_follow:
+            reply = await script_on_disk(self._calls, self._client, self._address, "batch_feed", keys, args)
+        else:
+            reply = await self._calls.script("batch_feed", keys, args)
         return cast("FeedReply", reply.decode())
 
     async def room(self, batch_id: str, window: int) -> int:

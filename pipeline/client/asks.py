@@ -21,6 +21,7 @@ from pipeline.errors import InvalidRequest, WireError
 from pipeline.keys import PRIORITIES, Priority
 from pipeline.messages import ChatMessage, GenerateRequest, Stamp
 from pipeline.params import MAX_SEED, SamplingParams, is_unicode, parse_params, shown
+from pipeline.time_limit import check_time_limit
 from pipeline.wire import pack
 
 ID_CHARS = 26  # 134 bits: nobody guesses one, and no two are equal
@@ -39,6 +40,8 @@ class Ask(Protocol):
     def params(self) -> SamplingParams: ...  # noqa: D102
     @property
     def speculate(self) -> bool: ...  # noqa: D102
+    @property
+    def timeout_s(self) -> float | None: ...  # noqa: D102
 
 
 class Sampling(TypedDict, total=False):
@@ -70,6 +73,8 @@ class NewRequest:
     speculate: bool = True
     request_id: str | None = None
     """None draws one."""
+    timeout_s: float | None = None
+    """The time from its admission until it is given up; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ def make_ask(
     messages: Sequence[ChatMessage | Mapping[str, str]] | None = None,
     speculate: bool = True,
     request_id: str | None = None,
+    time_limit_s: float | None = None,
     **sampling: Unpack[Sampling],
 ) -> NewRequest:
     """Return what to enqueue, checked as far as it can be without the model.
@@ -103,6 +109,7 @@ def make_ask(
         messages: a chat instead of a prompt: role (system, user, assistant) and content of each turn.
         speculate: False turns drafts off; the text is the same.
         request_id: an id of your own, for calls that may be repeated; one is drawn by default.
+        time_limit_s: how long the request may take from its admission on; then it fails with `deadline_exceeded`.
         sampling: temperature, top_p, max_tokens, seed, stop and so on.
 
     Raises:
@@ -122,7 +129,8 @@ def make_ask(
     turns = None if messages is None else tuple(_turn(index, turn) for index, turn in enumerate(messages))
     if turns is not None and not any(turn.content for turn in turns):
         raise InvalidRequest("messages", "has no text in any message" if turns else "is empty")
-    return NewRequest(model, prompt, turns, parse_params(sampling), speculate, request_id)
+    timeout_s = None if time_limit_s is None else check_time_limit("time_limit_s", time_limit_s)
+    return NewRequest(model, prompt, turns, parse_params(sampling), speculate, request_id, timeout_s)
 
 
 def check_text(field: str, text: object) -> None:

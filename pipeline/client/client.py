@@ -123,7 +123,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def enqueue(
+    async def enqueue(  # noqa: PLR0913 - one for each thing that a request has
         self,
         prompt: str | None = None,
         *,
@@ -133,6 +133,7 @@ class Client:
         request_id: str | None = None,
         speculate: bool = True,
         timeout_s: float = QUEUE_TIMEOUT_S,
+        time_limit_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Submitted:
         """Enqueue a prompt or a chat; when this returns, the request is as durable as the server is.
@@ -146,6 +147,8 @@ class Client:
                 call enqueues nothing, whatever it asks for, and `existed` says so.
             speculate: False turns drafts off; the text is the same.
             timeout_s: how long to wait while the queue is full.
+            time_limit_s: how long the request may take from its admission on, at most a day; then it is given up in
+                whatever state it is, and its end is a Failure with the code `deadline_exceeded`.
             sampling: temperature, top_p, max_tokens, seed, stop and so on (docs/client.md).
 
         Returns:
@@ -157,7 +160,15 @@ class Client:
             QueueFull: there was no room.
             ServerUnreachable: the server stayed away; the request may have been accepted.
         """
-        ask = make_ask(prompt, model=model, messages=messages, speculate=speculate, request_id=request_id, **sampling)
+        ask = make_ask(
+            prompt,
+            model=model,
+            messages=messages,
+            speculate=speculate,
+            request_id=request_id,
+            time_limit_s=time_limit_s,
+            **sampling,
+        )
         return await self.submit(ask, priority, request_id=request_id, timeout_s=timeout_s)
 
     def enqueue_many(

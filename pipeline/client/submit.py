@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 async def submit(
-    transport: Transport, patience: Patience, ask: Ask, priority: Priority, request_id: str, timeout_s: float
+    transport: Transport, patience: Patience, ask: Ask, priority: Priority, request_id: str, queue_timeout_s: float
 ) -> Submitted:
-    """Admit a request; wait for up to timeout_s while the queue is full.
+    """Admit a request; wait for up to queue_timeout_s while the queue is full. Its own time begins after that.
 
     Raises:
         InvalidRequest: the id, the priority or the time is wrong, or the request too large for any stage.
@@ -32,18 +32,18 @@ async def submit(
     """
     check_priority(priority)
     check_new_id(request_id)
-    check_timeout(timeout_s)
+    check_timeout(queue_timeout_s)
     request = new_request(ask, priority, request_id)
     payload, started_at = packed(request), patience.now()
 
     async def admit() -> Admission:
-        return await transport.admit(request_id, priority, payload, request.attempt)
+        return await transport.admit(request_id, priority, payload, request.attempt, ask.timeout_s)
 
     while isinstance(admission := await patience.call(admit), Busy):
         waited_s = patience.now() - started_at
-        if waited_s >= timeout_s:
+        if waited_s >= queue_timeout_s:
             raise QueueFull(request_id, waited_s)
-        await asyncio.sleep(min(admission.retry_after_s, timeout_s - waited_s))
+        await asyncio.sleep(min(admission.retry_after_s, queue_timeout_s - waited_s))
     patience.moved()
     assert request.params.seed is not None
     created_s = request.stamps[0].at_us // 1_000_000

@@ -4,6 +4,8 @@
 --   * it happens only if its caller holds the entry, the request has not ended, and the attempt is current;
 --   * sent again after a lost reply, it does not happen twice;
 --   * a delta is appended only behind exactly the tokens it follows, and nothing follows a terminal entry;
+--   * the credits of a pool never promise more bytes, nor to more requests, than they may, and each ends with its
+--     request;
 --   * when the request's plan and chunks become complete, decode gets one entry per (request, attempt), in
 --     whichever call that is, whatever the order;
 --   * once a request has ended, all that is left of it has a TTL.
@@ -18,6 +20,9 @@
 --         finish   KEYS finished log                      ARGV request id, terminal, state
 --         chunk    KEYS decode interactive, decode batch  ARGV index, ref
 --         plan     KEYS decode interactive, decode batch  ARGV num_chunks, priority, payload
+--         credit   KEYS credits                           ARGV request id, bytes, most bytes, most requests
+--         give     KEYS credits                           ARGV request id
+--         restart  KEYS returned stream                   ARGV request id, attempt, payload
 --         dead     KEYS dead stream                       ARGV payload, reason
 -- reply for each transaction an Outcome, or 'damaged: ' and what the server said
 local consumer, commit, result_ttl_s, max_dead, dead_ttl_s = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
@@ -71,6 +76,23 @@ function READ.plan(e)
   e.priority = arg()
   e.payload = arg()
 end
+function READ.credit(e)
+  e.credits = key()
+  e.request_id = arg()
+  e.bytes = tonumber(arg())
+  e.max_bytes = tonumber(arg())
+  e.max_requests = tonumber(arg())
+end
+function READ.give(e)
+  e.credits = key()
+  e.request_id = arg()
+end
+function READ.restart(e)
+  e.stream = key()
+  e.request_id = arg()
+  e.attempt = arg()
+  e.payload = arg()
+end
 function READ.dead(e)
   e.stream = key()
   e.payload = arg()
@@ -113,6 +135,18 @@ local function sent_before(t)
   return string.sub(claim, 1, #prefix) == prefix and tonumber(string.sub(claim, #prefix + 1)) >= t.number
 end
 
+-- A credit is `attempt:bytes` under the request's id. One that the request has already does not count.
+local function has_room(e)
+  local bytes, num = e.bytes, 1
+  local credits = redis.call('HGETALL', e.credits)
+  for i = 1, #credits, 2 do
+    if credits[i] ~= e.request_id then
+      bytes, num = bytes + tonumber(string.match(credits[i + 1], ':(%d+)$') or 0), num + 1
+    end
+  end
+  return bytes <= e.max_bytes and num <= e.max_requests
+end
+
 -- Returns an outcome if the transaction must not happen, and ends its entry where nobody can ever use it.
 local function refusal(t)
   if not held(t.stream, t.claims, t.group, t.id, t.nonce, consumer) then
@@ -140,6 +174,8 @@ local function refusal(t)
         return 'fenced'
       end
       n = n + e.num
+    elseif e.kind == 'credit' and not has_room(e) then
+      return 'full'
     end
   end
   return nil
@@ -193,6 +229,29 @@ function WRITE.plan(t, e)
       'plan_payload:' .. t.attempt, e.payload)
   end
   join(t, e.decode)
+end
+function WRITE.credit(t, e)
+  local before = redis.call('HGET', t.request, 'credits')
+  if before and before ~= e.credits then -- of another pool, in which it began
+    redis.call('HDEL', before, e.request_id)
+  end
+  redis.call('HSET', e.credits, e.request_id, t.attempt .. ':' .. string.format('%.0f', e.bytes))
+  redis.call('HSET', t.request, 'credits', e.credits)
+end
+function WRITE.give(t, e)
+  redis.call('HDEL', e.credits, e.request_id)
+  redis.call('HDEL', t.request, 'credits')
+end
+function WRITE.restart(t, e)
+  redis.call('HSET', t.request, 'attempt', e.attempt)
+  redis.call('HDEL', t.request, 'plan:' .. t.attempt, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)
+  redis.call('DEL', t.chunks)
+  local credits = redis.call('HGET', t.request, 'credits')
+  local credit = credits and redis.call('HGET', credits, e.request_id)
+  if credit then
+    redis.call('HSET', credits, e.request_id, e.attempt .. string.match(credit, ':.*$'))
+  end
+  redis.call('XADD', e.stream, '*', 'p', e.payload)
 end
 function WRITE.dead(t, e)
   redis.call('XADD', e.stream, 'MAXLEN', '~', max_dead, '*', 'p', e.payload, 'reason', e.reason,

@@ -4,6 +4,7 @@ Owns blob names and headers. Knows nothing about streams; every call blocks on m
 """
 
 import hashlib
+import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,8 @@ from kv_store.layout import KvLayout
 from kv_store.packing import PageArrays, pack, unpack
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
+
+_OWNER = re.compile(r"_[0-9a-f]{20}_[0-9]+_")
 
 
 class BlobMismatchError(ValueError):
@@ -96,7 +99,7 @@ def release_all(pool: FilePool, request_id: str, attempt: int) -> int:
     Names say whose a blob is, so this finds also what a process wrote and did not live to make known, and what a
     finished request's dropped references named.
     """
-    owner, num_released = _owner(request_id, attempt), 0
+    owner, num_released = owner_of(request_id, attempt), 0
     with suppress(KvStoreError):  # what cannot be removed now is swept when the stack ends
         for name in pool.names():
             num_released += owner in name and pool.release(name)
@@ -105,9 +108,15 @@ def release_all(pool: FilePool, request_id: str, attempt: int) -> int:
 
 def _name(kind: str, chunk: ChunkId) -> str:
     """A name nobody else uses."""
-    return f"{kind}{_owner(chunk.request_id, chunk.attempt)}{chunk.index}_{secrets.token_hex(4)}"
+    return f"{kind}{owner_of(chunk.request_id, chunk.attempt)}{chunk.index}_{secrets.token_hex(4)}"
 
 
-def _owner(request_id: str, attempt: int) -> str:
-    """The part of a name that says whose it is: ids may hold any character, so their digest stands for them."""
+def owner_of(request_id: str, attempt: int) -> str:
+    """The part of a blob's name that says whose it is: ids may hold any character, so their digest stands for them."""
     return f"_{hashlib.sha256(request_id.encode()).hexdigest()[:20]}_{attempt}_"
+
+
+def owner_in(name: str) -> str | None:
+    """The same part of a name that is there; None of a blob that does not say whose it is."""
+    found = _OWNER.search(name)
+    return None if found is None else found[0]

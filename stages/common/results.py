@@ -28,6 +28,7 @@ def finish(reason: FinishReason, text: str, sequence: EngineSequence, stamps: tu
         completion_tokens=len(sequence.output_token_ids),
         draft_tokens=sequence.num_draft_tokens,
         accepted_tokens=sequence.num_accepted_tokens,
+        recomputed_tokens=sequence.num_recomputed_tokens,
     )
     terminal = Terminal(finish_reason=reason, text=text, usage=usage, stamps=stamps)
     return Finish(wire.pack(terminal), "finished")

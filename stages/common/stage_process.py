@@ -4,17 +4,21 @@ The composition root's other half: `__main__` builds what is particular to a sta
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
 
 from kv_store.codecs.registry import UnknownCodecError
 from kv_store.errors import KvStoreError
+from pipeline import faults
 from pipeline.connect import open_transport
+from pipeline.counters import Counters
 from pipeline.errors import SluiceError
 from pipeline.leases import LeaseKeeper, stop_on_signals
 from pipeline.logs import configure_logs
@@ -22,6 +26,7 @@ from pipeline.settings import Settings, load_settings
 from pipeline.transport import Transport
 from stages.common.environment import prepare_process
 from stages.common.handshake import Registration
+from stages.common.sweeper import Sweeper, interval_s, sweep_forever, sweeping
 from stages.gguf.errors import GgufError
 from stages.text.errors import TextError
 
@@ -36,28 +41,51 @@ class StageProcess:
     transport: Transport
     leases: LeaseKeeper
     stopping: asyncio.Event
+    sweeper: Sweeper
+
+    @property
+    def counters(self) -> Counters:
+        """Where the stage counts what should be rare; the sweeper hands it on."""
+        return self.sweeper.counters
 
 
 @asynccontextmanager
 async def stage_process(
-    stage: str, settings: Settings, parts: Mapping[str, str], pool_id: str | None = None
+    stage: str,
+    settings: Settings,
+    parts: Mapping[str, str],
+    pool_id: str | None = None,
+    *,
+    capacity: Mapping[str, int] | None = None,
 ) -> AsyncIterator[StageProcess]:
-    """Connect and announce; yields when this process may take work.
+    """Connect, announce and begin to sweep; yields when this process may take work.
+
+    Args:
+        stage: Its word.
+        settings: Of the process.
+        parts: What must agree in all processes of a stack.
+        pool_id: The pool that it reaches.
+        capacity: How much it takes at a time, where others go by it (handshake.py).
 
     Raises:
         SluiceError: The server cannot be used, or another process would compute other bits.
+        KvStoreError: The pool cannot be opened.
     """
     transport = await open_transport(settings, pool_id=pool_id)
     try:
-        registration = Registration(transport, stage, parts)
-        leases = LeaseKeeper(transport, settings.lease_s)
+        registration = Registration(transport, stage, parts, pool_id, capacity=capacity)
+        leases = LeaseKeeper(transport, settings.lease_s, on_hung=partial(_end_hung, stage))
         with stop_on_signals() as stopping:
             await registration.announce()
-            async with asyncio.TaskGroup() as tasks:
+            async with (
+                sweeping(stage, settings, transport, pool_id) as sweeper,
+                asyncio.TaskGroup() as tasks,
+            ):
                 background = [tasks.create_task(registration.keep()), tasks.create_task(leases.run())]
+                background.append(tasks.create_task(sweep_forever(sweeper, interval_s(settings.lease_s))))
                 structlog.get_logger(stage).info("stage_ready")
                 try:
-                    yield StageProcess(transport, leases, stopping)
+                    yield StageProcess(transport, leases, stopping, sweeper)
                 finally:
                     for task in background:
                         task.cancel()
@@ -74,11 +102,22 @@ def run_stage(stage: str, serve: Callable[[Settings], Coroutine[Any, Any, None]]
         settings = load_settings()
         prepare_process(settings.home)
         configure_logs(stage, settings.log_level)
+        faults.configure(settings.fault, settings.fault_dir)
         asyncio.run(serve(settings))
     except* _EXPLAINED as group:  # plain, or as a task group wraps it
         error = _first_of(group)
         structlog.get_logger(stage).error("stage_failed", reason=str(error), code=type(error).__name__)
         sys.exit(1)
+
+
+def _end_hung(stage: str) -> None:
+    """End this process, so that a supervisor starts one that works; its leases have run out by now.
+
+    At once and without clean-up: a thread that hangs in native code cannot be interrupted, and an orderly end would
+    wait for it.
+    """
+    structlog.get_logger(stage).error("process_hung", exit_status=os.EX_SOFTWARE)
+    os._exit(os.EX_SOFTWARE)
 
 
 def _first_of(error: BaseException) -> BaseException:

@@ -12,6 +12,7 @@ async def serve(settings: Settings) -> None:
     """Decode until told to stop."""
     # Here and not above: numba and torch read their environment while they are imported, and run_stage sets it first.
     from stages.decode.admission import Admission
+    from stages.decode.checkpoints import Checkpoints
     from stages.decode.stage import DecodeStage
     from stages.engine.engine import Engine
 
@@ -23,13 +24,26 @@ async def serve(settings: Settings) -> None:
         ) as engine,
         FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool,
     ):
-        async with stage_process("decode", settings, engine.fingerprint.parts(), pool.pool_id) as process:
-            admission = Admission(process.transport, process.leases, engine, pool, tokenizer)
+        capacity = {"slots": settings.max_num_seqs, "pages": settings.num_pages}
+        parts = engine.fingerprint.parts()
+        async with stage_process("decode", settings, parts, pool.pool_id, capacity=capacity) as process:
+            admission = Admission(
+                process.transport,
+                process.leases,
+                engine,
+                pool,
+                tokenizer,
+                process.counters,
+                keep_kv=settings.keep_kv,
+            )
+            compression = "zstd" if settings.zstd_kv else "none"
             stage = DecodeStage(
                 process.transport,
                 process.leases,
                 engine,
                 admission,
+                Checkpoints(engine, pool, admission.format, compression),
+                process.counters,
                 max_num_seqs=settings.max_num_seqs,
                 num_speculative_tokens=settings.num_speculative_tokens,
             )

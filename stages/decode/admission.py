@@ -1,32 +1,30 @@
 """Brings a prefilled request into the engine: its KV from the pool, its emitted tokens from the result stream.
 
-A blob that is missing or damaged is computed again here, from the prompt: the bits are the same by construction, and
-it is counted. A request that somebody else began is continued after the last token its readers can see.
+Whoever had it before, a request goes on after the last token its readers can see. What its blobs no longer hold is
+computed here, between the steps of others, or by prefill, where it is much: the bits are the same by construction.
 """
 
 import asyncio
-from collections.abc import Sequence as Tokens
 
 import structlog
 
-from kv_store.errors import KvStoreError
-from kv_store.packing import PayloadSizeError
 from kv_store.pool import FilePool
-from pipeline import wire
+from pipeline import counters as names
 from pipeline.boundaries import DECODE_CLAIMED, KV_LOADED
 from pipeline.clock import now_us
-from pipeline.errors import UnknownRequest
+from pipeline.counters import Counters
 from pipeline.leases import LeaseKeeper
-from pipeline.messages import Delta, Failure, PrefilledPrompt, SealedChunk, Stamp
-from pipeline.transport import Delivery, Outcome, Transaction, Transport
-from stages.common.chunking import chunks_of
+from pipeline.messages import Failure, PrefilledPrompt, Stamp
+from pipeline.transport import Delivery, Effect, GiveCredit, Outcome, Transaction, Transport
+from stages.common.emitted import emitted_tokens
 from stages.common.failures import fail
 from stages.common.intake import open_delivery, still_wanted
-from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat, release_all
+from stages.common.kv_blobs import KvFormat, release_all
 from stages.common.output_text import OutputText
+from stages.common.restart import MAX_RESTARTS, send_back
 from stages.common.sampling_spec import end_token_ids, sampling_spec
+from stages.decode.kv_loading import KvLoader
 from stages.decode.request import DecodeRequest
-from stages.engine import stepping
 from stages.engine.engine import Engine
 from stages.engine.kv_cache import pages_for
 from stages.engine.sequence import Sequence
@@ -35,22 +33,36 @@ from stages.text.tokenizer import Tokenizer
 
 log = structlog.get_logger("decode")
 
-_UNUSABLE = (KvStoreError, BlobMismatchError, PayloadSizeError)
+MAX_RECOMPUTED_TOKENS = 512  # a second or two, in pieces between steps; prefill is there for more
 
 
 class Admission:
     """Turns deliveries into running requests."""
 
     def __init__(
-        self, transport: Transport, leases: LeaseKeeper, engine: Engine, pool: FilePool, tokenizer: Tokenizer
+        self,
+        transport: Transport,
+        leases: LeaseKeeper,
+        engine: Engine,
+        pool: FilePool,
+        tokenizer: Tokenizer,
+        counters: Counters,
+        *,
+        keep_kv: bool,
     ) -> None:
-        """Wire it up; it owns none of these."""
-        self._leases = leases
+        """Wire it up; it owns none of these. With keep_kv, blobs stay until their request ends."""
         self._transport = transport
         self._engine = engine
         self._pool = pool
         self._tokenizer = tokenizer
-        self._format = KvFormat(engine.config.kv_layout, engine.codec, engine.fingerprint.digest())
+        self._counters = counters
+        self._keep_kv = keep_kv
+        self._loader = KvLoader(transport, leases, engine, pool, counters)
+
+    @property
+    def format(self) -> KvFormat:
+        """What blobs must agree with."""
+        return self._loader.format
 
     async def open(self, delivery: Delivery) -> PrefilledPrompt | None:
         """The message of a delivery that can be admitted as soon as there are pages; any other ends here."""
@@ -61,21 +73,23 @@ class Admission:
         if failure is None:
             return message if await self.is_wanted(delivery, message) else None
         stamps = message.stamped(DECODE_CLAIMED, now_us(), delivery.consumer).stamps
-        effects = (fail(failure, stamps, delivery.consumer),)
-        [outcome] = await self._transport.commit(
-            [Transaction(delivery, message.request_id, message.attempt, effects, ack=True)]
-        )
+        outcome = await self._commit(delivery, message, fail(failure, stamps, delivery.consumer), ack=True)
         if outcome in (Outcome.OK, Outcome.GONE):
-            await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
+            await self.release(message)
         return None
 
     async def is_wanted(self, delivery: Delivery, message: PrefilledPrompt) -> bool:
         """Whether the request is still open, and ours; one that has gone leaves no blob."""
         return await still_wanted(self._transport, self._pool, delivery, message)
 
+    async def release(self, *messages: PrefilledPrompt) -> None:
+        """Remove the blobs of requests that have ended."""
+        for message in messages:
+            await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
+
     def _refusal(self, message: PrefilledPrompt) -> Failure | None:
         """Why this process can never go on with the request, if so."""
-        if message.fingerprint != self._format.fingerprint:
+        if message.fingerprint != self.format.fingerprint:
             # It waited in the queue while the stack was restarted with another model, codec or build.
             problem = "was begun by an engine that computes other bits than the one that runs now; send it again"
             return Failure(stage="decode", code="fingerprint_mismatch", message=problem, retryable=True)
@@ -85,98 +99,53 @@ class Admission:
             return Failure(stage="decode", code="kv_cache_too_small", message=problem, retryable=False)
         return None
 
-    async def admit(self, delivery: Delivery, message: PrefilledPrompt, pages: list[int]) -> DecodeRequest:
-        """Load a request into `pages`, which it owns from now on."""
+    async def admit(self, delivery: Delivery, message: PrefilledPrompt, pages: list[int]) -> DecodeRequest | None:
+        """Load a request into `pages`, which it owns from now on; None, and free pages, where it does not stay."""
         claimed = Stamp(boundary=DECODE_CLAIMED, at_us=now_us(), by=delivery.consumer)
-        output_token_ids = [message.first_token_id]
-        if delivery.tries > 1:
-            output_token_ids = await self._emitted(message) or output_token_ids
-        sequence = self._sequence(message, pages)
-        chunk_stamps = await self._load(message, sequence)
-        await self._replay(sequence, output_token_ids, message.chunk_tokens)
+        # Also at its first delivery: one that was handed back, or was sent back to prefill, has been here before.
+        output_token_ids = await emitted_tokens(self._transport, message.request_id) or [message.first_token_id]
+        if delivery.tries > 1 or len(output_token_ids) > 1:
+            self._counters.add(names.REQUESTS_TAKEN_OVER)
+        sequence = self._sequence(message, pages, output_token_ids)
+        loaded = await self._loader.load(message, sequence)
+        if loaded.num_lost_tokens > MAX_RECOMPUTED_TOKENS and message.num_restarts < MAX_RESTARTS:
+            await self._send_back(delivery, message)
+            self._engine.cache.free(sequence.block_table)
+            return None
+        await self._loader.complete(loaded, sequence, message.chunk_tokens)
+        if not self._keep_kv:
+            await self._commit(delivery, message, GiveCredit(), ack=False)  # refused, it is noticed at the next step
+            await self.release(message)
         text = OutputText(self._tokenizer, message.params.stop)
         for token_id in output_token_ids:
             text.push(token_id)
-        loaded = claimed.model_copy(update={"boundary": KV_LOADED, "at_us": now_us()})
-        stamps = (*message.stamps, *chunk_stamps, claimed, loaded)
-        return DecodeRequest(delivery, message, sequence, text, stamps)
+        stamps = (*message.stamps, *loaded.stamps, claimed)
+        stamps = (*stamps, claimed.model_copy(update={"boundary": KV_LOADED, "at_us": now_us()}))
+        num_checkpoints = loaded.num_checkpoints if self._keep_kv else None
+        return DecodeRequest(delivery, message, sequence, text, stamps, num_checkpoints)
 
-    def _sequence(self, message: PrefilledPrompt, pages: list[int]) -> Sequence:
-        vocabulary = self._tokenizer.vocabulary
+    def _sequence(self, message: PrefilledPrompt, pages: list[int], output_token_ids: list[int]) -> Sequence:
+        drafter = PromptLookup(message.prompt_token_ids) if message.speculate else None
+        if drafter is not None:
+            drafter.extend(output_token_ids)
         return Sequence(
             prompt_token_ids=message.prompt_token_ids,
             spec=sampling_spec(message.params),
             max_tokens=message.max_tokens,
-            end_token_ids=end_token_ids(message.params, vocabulary.end_of_generation_ids),
+            end_token_ids=end_token_ids(message.params, self._tokenizer.vocabulary.end_of_generation_ids),
             block_table=pages,
-            drafter=PromptLookup(message.prompt_token_ids) if message.speculate else None,
+            output_token_ids=output_token_ids,
+            drafter=drafter,
         )
 
-    async def _emitted(self, message: PrefilledPrompt) -> list[int]:
-        """Tokens that readers can already see."""
-        token_ids: list[int] = []
-        while True:
-            try:
-                entries = await self._transport.read_results(message.request_id, len(token_ids), 0)
-            except UnknownRequest:  # taken back a moment ago; the next commit is told
-                return token_ids
-            deltas = [wire.unpack(entry.data, Delta) for entry in entries if entry.offset is not None]
-            if not deltas:
-                return token_ids
-            for delta in deltas:
-                token_ids.extend(delta.token_ids)
+    async def _send_back(self, delivery: Delivery, message: PrefilledPrompt) -> None:
+        outcome = await self._commit(delivery, message, send_back(message), ack=True)
+        log.warning("request_sent_back", request_id=message.request_id, outcome=outcome)
+        if outcome is Outcome.OK:
+            self._counters.add(names.REQUESTS_SENT_BACK)
+        if outcome in (Outcome.OK, Outcome.GONE):
+            await self.release(message)
 
-    async def _load(self, message: PrefilledPrompt, sequence: Sequence) -> tuple[Stamp, ...]:
-        """Copy the chunks into the sequence's pages; what cannot be used is computed."""
-        stored = await self._transport.chunks(message.request_id, message.attempt)
-        chunks = chunks_of(
-            message.request_id,
-            message.attempt,
-            message.prompt_token_ids,
-            message.chunk_tokens,
-            self._format.fingerprint,
-        )
-        stamps: list[Stamp] = []
-        usable = True
-        for chunk in chunks:
-            if chunk.index not in stored:
-                usable = False
-                continue
-            sealed = wire.unpack(stored[chunk.index], SealedChunk)
-            stamps.extend(sealed.stamps)
-            usable = usable and await self._load_chunk(sequence, chunk, sealed)
-        # The chunks are in the pages or will be computed: either way nobody needs the blobs any more.
-        await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
-        await self._compute_rest(sequence, message.chunk_tokens)
-        return tuple(stamps)
-
-    async def _load_chunk(self, sequence: Sequence, chunk: ChunkId, sealed: SealedChunk) -> bool:
-        first = pages_for(chunk.start_token)
-        indices = sequence.block_table[first : first + pages_for(chunk.num_tokens)]
-        pages = [self._engine.cache.page(index) for index in indices]
-        try:
-            await asyncio.to_thread(self._format.read_sealed, self._pool, sealed.ref, chunk, pages)
-        except _UNUSABLE as error:
-            log.warning("kv_unusable", request_id=chunk.request_id, chunk=chunk.index, reason=str(error))
-            return False
-        sequence.num_computed_tokens += chunk.num_tokens
-        return True
-
-    async def _compute_rest(self, sequence: Sequence, chunk_tokens: int) -> None:
-        missing = len(sequence.prompt_token_ids) - sequence.num_computed_tokens
-        if missing:
-            log.warning("kv_recomputed", num_tokens=missing)
-        while sequence.num_computed_tokens < len(sequence.prompt_token_ids):
-            await self._engine.compute(
-                stepping.prefill_chunk, self._engine.model, self._engine.cache, sequence, chunk_tokens
-            )
-            self._leases.progressed()
-
-    async def _replay(self, sequence: Sequence, output_token_ids: Tokens[int], chunk_tokens: int) -> None:
-        """Compute the KV of all emitted tokens but the newest, which the next step computes."""
-        sequence.output_token_ids.extend(output_token_ids)
-        if sequence.drafter is not None:
-            sequence.drafter.extend(output_token_ids)
-        while sequence.num_computed_tokens < sequence.num_tokens - 1:
-            await self._engine.compute(stepping.replay, self._engine.model, self._engine.cache, sequence, chunk_tokens)
-            self._leases.progressed()
+    async def _commit(self, delivery: Delivery, message: PrefilledPrompt, effect: Effect, *, ack: bool) -> Outcome:
+        transaction = Transaction(delivery, message.request_id, message.attempt, (effect,), ack=ack)
+        return (await self._transport.commit([transaction]))[0]

@@ -6,7 +6,7 @@ Knows nothing about how steps are scheduled. The engine's thread changes it duri
 from dataclasses import dataclass, field
 
 from pipeline.messages import PrefilledPrompt, Stamp
-from pipeline.transport import Delivery, Effect, Transaction
+from pipeline.transport import AddChunk, Delivery, Effect, Transaction
 from stages.common import results
 from stages.common.output_text import OutputText
 from stages.engine.sampling import SampledToken
@@ -23,6 +23,7 @@ class DecodeRequest:
         sequence: Tokens and pages.
         text: Detokeniser and stop strings, fed with every token so far.
         stamps: When it passed which boundary.
+        num_checkpoints: How many of its chunks behind those of prefill are in the pool; None to write none.
         finish_reason: Set by the step that ends it.
     """
 
@@ -31,10 +32,14 @@ class DecodeRequest:
     sequence: Sequence
     text: OutputText
     stamps: tuple[Stamp, ...]
+    num_checkpoints: int | None = None
     finish_reason: EndReason | None = None
     _tokens: list[SampledToken] = field(default_factory=list)
     _pieces: list[str] = field(default_factory=list)
+    _checkpoints: list[AddChunk] = field(default_factory=list)
     _num_emitted: int = 0
+    has_moved: bool = False
+    """Whether an emission of this hold has gone through."""
 
     def __post_init__(self) -> None:
         self._num_emitted = len(self.sequence.output_token_ids)
@@ -51,6 +56,12 @@ class DecodeRequest:
         self._pieces.append(piece)
         return "stop" if stopped else reason
 
+    def add_checkpoint(self, effect: AddChunk) -> None:
+        """Note a chunk that is in the pool; its reference goes out with the next emission."""
+        assert self.num_checkpoints is not None, "one that writes none has none"
+        self.num_checkpoints += 1
+        self._checkpoints.append(effect)
+
     def end(self, reason: EndReason) -> None:
         """Note that the request has ended."""
         self.finish_reason = reason
@@ -60,6 +71,9 @@ class DecodeRequest:
         effects: list[Effect] = [results.emit(self._num_emitted, self._tokens, "".join(self._pieces))]
         self._num_emitted += len(self._tokens)
         self._tokens, self._pieces = [], []
+        if self.finish_reason is None:
+            effects += self._checkpoints
+            self._checkpoints = []
         if self.finish_reason is not None:
             rest = self.text.finish()
             effects.append(results.finish(self.finish_reason, rest, self.sequence, (*self.stamps, now)))

@@ -4,6 +4,9 @@ Two tasks share the running requests. The feeder takes deliveries only while the
 The stepper computes; while it computes a step, the emission of the step before is on its way: one round trip a step,
 never more than one in flight. A request whose emission is refused is dropped quietly: somebody else has it, or it
 has ended. Owns pages from allocation to the end of a request. Knows nothing about Redis.
+
+Told to stop, it goes on for DRAIN_S with what it has, and hands the rest over: whoever takes that finds its KV in the
+pool and its tokens in the result stream.
 """
 
 import asyncio
@@ -11,24 +14,32 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from pipeline import counters as names
+from pipeline import faults
 from pipeline.boundaries import FINISHED
-from pipeline.clock import now_us
+from pipeline.clock import monotonic_s, now_us
+from pipeline.counters import Counters
+from pipeline.errors import ServerError, StateDamaged
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Outcome, Transaction, Transport
 from stages.decode.admission import Admission
+from stages.decode.checkpoints import Checkpoints
 from stages.decode.request import DecodeRequest, key_of
 from stages.decode.stepper import step
 from stages.engine.engine import Engine
 
 log = structlog.get_logger("decode")
 
+DRAIN_S = 5.0  # most answers that are nearly done get done; a handed-over one costs less than a second
+SUSPECT_TRIES = 2  # whoever had it before this many times did not live to emit a token of it: it may be the cause
 _BLOCK_S = 1.0  # how long one read waits for work, or for pages; a stop or an end is noticed within it
 _KEPT = (Outcome.OK, Outcome.DUPLICATE)
+_OVER = (Outcome.GONE, Outcome.ALREADY)
 
 
 class DecodeStage:
-    """Runs until told to stop, then finishes what it has."""
+    """Runs until told to stop."""
 
     def __init__(
         self,
@@ -36,6 +47,9 @@ class DecodeStage:
         leases: LeaseKeeper,
         engine: Engine,
         admission: Admission,
+        checkpoints: Checkpoints,
+        counters: Counters,
+        *,
         max_num_seqs: int,
         num_speculative_tokens: int,
     ) -> None:
@@ -44,47 +58,74 @@ class DecodeStage:
         self._leases = leases
         self._engine = engine
         self._admission = admission
+        self._checkpoints = checkpoints
+        self._counters = counters
         self._max_num_seqs = max_num_seqs
         self._num_speculative_tokens = num_speculative_tokens
         self._running: dict[str, DecodeRequest] = {}
         self._changed = asyncio.Condition()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Serve until `stopping` is set and the running requests have ended."""
+        """Serve until `stopping` is set and the running requests have ended, or were handed over."""
         async with asyncio.TaskGroup() as tasks:
             feeder = tasks.create_task(self._feed(stopping), name="feeder")
-            await self._step_until(feeder, tasks)
+            await self._step_until(feeder, stopping, tasks)
+
+    # Taking requests
 
     async def _feed(self, stopping: asyncio.Event) -> None:
         try:
             while not stopping.is_set():
-                if not await self._wait_until(lambda: len(self._running) < self._max_num_seqs):
-                    continue
-                # One at a time: what this process cannot begin at once is better begun by another.
-                for delivery in await self._transport.receive("decode", 1, _BLOCK_S):
-                    self._leases.hold(delivery)
-                    await self._admit(delivery, stopping)
+                try:
+                    await self._feed_one(stopping)
+                except ServerError as error:
+                    if not error.retryable:
+                        raise
+                    log.warning("server_lost", problem=str(error))  # leases run out, entries come again
         finally:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _admit(self, delivery: Delivery, stopping: asyncio.Event) -> None:
+    async def _feed_one(self, stopping: asyncio.Event) -> None:
+        if not await self._wait_until(lambda: len(self._running) < self._max_num_seqs):
+            return
+        # One at a time: what this process cannot begin at once is better begun by another.
+        for delivery in await self._transport.receive("decode", 1, _BLOCK_S):
+            self._leases.hold(delivery)
+            request = None
+            try:
+                request = await self._admit(delivery, stopping)
+            except StateDamaged as error:  # its lease runs out; it is buried when that does not help
+                log.error("state_damaged", entry_id=delivery.entry_id, problem=str(error))  # noqa: TRY400
+            finally:
+                if request is None:
+                    self._leases.drop(delivery)
+
+    async def _admit(self, delivery: Delivery, stopping: asyncio.Event) -> DecodeRequest | None:
+        await faults.reach("decode.claimed")
         message = await self._admission.open(delivery)
         if message is None:
-            self._leases.drop(delivery)
-            return
+            return None
+        suspect = delivery.tries > SUSPECT_TRIES
+        if suspect and not await self._hold_until(lambda: not self._running, delivery, message, stopping):
+            return None
         pages = await self._find_pages(delivery, message, stopping)
         if pages is None:
-            self._leases.drop(delivery)
-            return
+            return None
         try:
             request = await self._admission.admit(delivery, message, pages)
         except BaseException:
             self._engine.cache.free(pages)
             raise
+        if request is None:
+            return None
+        await faults.reach("decode.loaded")
         async with self._changed:
             self._running[request.key] = request
             self._changed.notify_all()
+        while suspect and request.key in self._running and not request.has_moved:
+            await self._wait_until(lambda: request.has_moved or request.key not in self._running)
+        return request
 
     async def _find_pages(
         self, delivery: Delivery, message: PrefilledPrompt, stopping: asyncio.Event
@@ -92,53 +133,118 @@ class DecodeStage:
         """Pages for all its tokens, or None when it was handed back, lost, or ended while it waited for them."""
         num_tokens = len(message.prompt_token_ids) + message.max_tokens
         cache = self._engine.cache
-        if cache.can_allocate(num_tokens):
-            return cache.allocate(num_tokens)
-        while not await self._wait_until(lambda: cache.can_allocate(num_tokens)):
-            # One entry ahead: it keeps its lease, and nothing more is read until it fits.
+        if not await self._hold_until(lambda: cache.can_allocate(num_tokens), delivery, message, stopping):
+            return None
+        return cache.allocate(num_tokens)
+
+    async def _hold_until(
+        self, condition: Callable[[], bool], delivery: Delivery, message: PrefilledPrompt, stopping: asyncio.Event
+    ) -> bool:
+        """Keep an entry until a condition holds; False when it was handed back, lost, or ended meanwhile.
+
+        One entry ahead: it keeps its lease, and nothing more is read until it fits.
+        """
+        if condition():
+            return True
+        while not await self._wait_until(condition):
             if stopping.is_set():
                 await self._transport.hand_back([delivery])
-                return None
+                return False
             if not self._leases.holds(delivery) or not await self._admission.is_wanted(delivery, message):
-                return None
+                return False
         # An end takes the chunks' references along: one not noticed here would be computed again from its prompt.
-        return cache.allocate(num_tokens) if await self._admission.is_wanted(delivery, message) else None
+        return await self._admission.is_wanted(delivery, message)
 
-    async def _step_until(self, feeder: asyncio.Task[None], tasks: asyncio.TaskGroup) -> None:
+    # Stepping
+
+    async def _step_until(
+        self, feeder: asyncio.Task[None], stopping: asyncio.Event, tasks: asyncio.TaskGroup
+    ) -> None:
         emission: asyncio.Task[None] | None = None
+        stop_at: float | None = None
         while not feeder.done() or self._running:
+            if stopping.is_set():
+                stop_at = stop_at or monotonic_s() + DRAIN_S
+                if monotonic_s() >= stop_at and feeder.done():
+                    break
             requests = list(self._running.values())
             if not requests:
                 await self._wait_until(lambda: bool(self._running) or feeder.done())
                 continue
-            await self._engine.compute(step, self._engine, requests, self._num_speculative_tokens)
+            await self._engine.compute(
+                step, self._engine, requests, self._num_speculative_tokens, self._checkpoints
+            )
             self._leases.progressed()
             if emission is not None:
                 await emission
             emission = tasks.create_task(self._emit(await self._retire(requests)), name="emission")
+        if emission is not None:
+            await emission
+        await self._hand_over()
 
-    async def _retire(self, requests: Sequence[DecodeRequest]) -> list[Transaction]:
+    async def _retire(self, requests: Sequence[DecodeRequest]) -> list[tuple[Transaction, PrefilledPrompt]]:
         """Transactions of a step; requests that ended with it, or were lost meanwhile, leave their pages."""
         now = Stamp(boundary=FINISHED, at_us=now_us(), by=self._transport.consumer)
         alive = [request for request in requests if request.key in self._running]
-        transactions = [request.emission(now) for request in alive]
+        emissions = [(request.emission(now), request.message) for request in alive]
         for request in requests:
             if request.finish_reason is not None or request not in alive:
                 self._running.pop(request.key, None)
                 self._engine.cache.free(request.sequence.block_table)
         async with self._changed:
             self._changed.notify_all()
-        return transactions
+        return emissions
 
-    async def _emit(self, transactions: Sequence[Transaction]) -> None:
-        if not transactions:
+    async def _emit(self, emissions: Sequence[tuple[Transaction, PrefilledPrompt]]) -> None:
+        if not emissions:
             return
-        outcomes = await self._transport.commit(transactions)
-        for transaction, outcome in zip(transactions, outcomes, strict=True):
-            if transaction.ack or outcome not in _KEPT:
-                self._leases.drop(transaction.delivery)
-            if outcome not in _KEPT and self._running.pop(key_of(transaction.delivery), None) is not None:
+        await faults.reach("decode.emitting")
+        outcomes = await self._commit([transaction for transaction, _ in emissions])
+        await faults.reach("decode.emitted")
+        over: list[PrefilledPrompt] = []
+        for (transaction, message), outcome in zip(emissions, outcomes, strict=True):
+            key = key_of(transaction.delivery)
+            if outcome in _KEPT and not transaction.ack:
+                if key in self._running:
+                    self._running[key].has_moved = True
+                continue
+            self._leases.drop(transaction.delivery)
+            if outcome in _OVER or outcome in _KEPT:
+                over.append(message)
+            if outcome not in _KEPT and self._running.pop(key, None) is not None:
+                self._counters.add(names.COMMITS_REFUSED)
                 log.info("request_dropped", request_id=transaction.request_id, outcome=outcome)
+        async with self._changed:
+            self._changed.notify_all()
+        await self._admission.release(*over)
+
+    async def _commit(self, transactions: Sequence[Transaction]) -> Sequence[Outcome]:
+        """Outcomes; FENCED also for what may or may not have happened: its lease runs out, and whoever takes it sees."""
+        try:
+            return await self._transport.commit(transactions)
+        except StateDamaged as error:
+            log.error("state_damaged", problem=str(error))  # noqa: TRY400
+            return [Outcome(word) if word else Outcome.FENCED for word in error.outcomes]
+        except ServerError as error:
+            if not error.retryable:
+                raise
+            log.warning("server_lost", problem=str(error), num_requests=len(transactions))
+            return [Outcome.FENCED] * len(transactions)
+
+    async def _hand_over(self) -> None:
+        """Give up what is not finished: others go on with it at once."""
+        requests = list(self._running.values())
+        self._running.clear()
+        for request in requests:
+            self._leases.drop(request.delivery)
+            self._engine.cache.free(request.sequence.block_table)
+        if not requests:
+            return
+        log.info("handed_over", num_requests=len(requests))
+        try:
+            await self._transport.hand_back([request.delivery for request in requests])
+        except ServerError as error:
+            log.warning("not_handed_over", problem=str(error))  # their leases run out
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition over running requests and pages, at most _BLOCK_S; whether it holds."""

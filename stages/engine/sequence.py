@@ -23,6 +23,7 @@ class Sequence:
         num_computed_tokens: Positions whose KV is in the pages.
         output_token_ids: What has been chosen.
         drafter: Where drafts come from, or None without speculation.
+        num_recomputed_tokens: Positions computed here that somebody had computed before.
     """
 
     prompt_token_ids: Tokens[int]
@@ -35,6 +36,7 @@ class Sequence:
     drafter: Drafter | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_recomputed_tokens: int = 0
     _history: TokenHistory | None = None
 
     @property
@@ -48,6 +50,12 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """The tokens at positions start to end - 1, of prompt and output."""
+        num_prompt = len(self.prompt_token_ids)
+        of_prompt = self.prompt_token_ids[start:end]
+        return [*of_prompt, *self.output_token_ids[max(start - num_prompt, 0) : max(end - num_prompt, 0)]]
 
     def append(self, sampled: SampledToken) -> EndReason | None:
         """Add a chosen token; returns why the sequence ends with it, or None."""

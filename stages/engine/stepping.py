@@ -8,7 +8,7 @@ tells the caller's verdict on each token.
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stages.engine.batch import RowBatch, Run
 from stages.engine.kv_cache import PagedKvCache
 from stages.engine.model import Model
-from stages.engine.sampling import SampledToken, sample
+from stages.engine.sampling import SampledToken, TokenHistory, sample
 from stages.engine.sequence import EndReason, Sequence
 
 # Called with a sequence and a token just appended to it, and the engine's reason to end or None; returns the reason
@@ -92,9 +92,24 @@ def prefill_chunk(model: Model, cache: PagedKvCache, sequence: Sequence, num_tok
     return logits
 
 
-def replay(model: Model, cache: PagedKvCache, sequence: Sequence, num_tokens: int) -> None:
-    """Compute the KV of the next num_tokens output tokens that were chosen elsewhere, but not of the newest one."""
-    first = sequence.num_computed_tokens - len(sequence.prompt_token_ids)
-    token_ids = sequence.output_token_ids[first : min(first + num_tokens, len(sequence.output_token_ids) - 1)]
-    model.logits(RowBatch.from_runs([Run(token_ids, sequence.num_computed_tokens, sequence.block_table, 0)]), cache)
-    sequence.num_computed_tokens += len(token_ids)
+def replay(model: Model, cache: PagedKvCache, sequence: Sequence, num_tokens: int) -> int:
+    """Compute the KV of the next num_tokens known tokens, but not of the newest one, which the next step computes.
+
+    Where a token of the output follows, it is chosen again and compared; returns how many came out different. Each one
+    means that this process computes other bits than the one before, which must not happen.
+    """
+    start, num_prompt = sequence.num_computed_tokens, len(sequence.prompt_token_ids)
+    end = min(start + num_tokens, sequence.num_tokens - 1)
+    first = max(start + 1 - num_prompt, 0)  # of the output: position p chooses output token p + 1 - num_prompt
+    chosen = sequence.output_token_ids[first : max(end + 1 - num_prompt, first)]
+    run = Run(sequence.token_ids(start, end), start, sequence.block_table, len(chosen))
+    logits = model.logits(RowBatch.from_runs([run]), cache)
+    sequence.num_computed_tokens = end
+    sequence.num_recomputed_tokens += end - start
+    history = TokenHistory.of(sequence.prompt_token_ids, sequence.output_token_ids[:first])
+    spec = replace(sequence.spec, logprobs=None)
+    num_different = 0
+    for number, (row, token_id) in enumerate(zip(logits, chosen, strict=True), first):
+        num_different += sample(row, spec, number, history).token_id != token_id
+        history.append(token_id)
+    return num_different

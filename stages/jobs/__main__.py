@@ -11,6 +11,7 @@ from pipeline.server_url import read_address
 from pipeline.settings import Settings
 from stages.common.stage_process import run_stage, stage_process
 from stages.gguf.model_files import resolve
+from stages.jobs.janitor import Janitor
 from stages.jobs.reconcile import reconcile_forever
 from stages.jobs.sampler import sample_forever
 from stages.jobs.token_names import TokenNames
@@ -21,7 +22,7 @@ NUM_CONNECTIONS = 2 * MAX_JOBS  # a job that waits for lines holds one, and asks
 
 
 async def serve(settings: Settings) -> None:
-    """Drive batches on until told to stop."""
+    """Drive batches on, and clear up, until told to stop."""
     keys = Keys(settings.namespace)
     with FilePool.open(settings.pool_dir, settings.kv_pool_bytes) as pool:
         async with stage_process("jobs", settings, {}, pool.pool_id) as process:
@@ -30,7 +31,7 @@ async def serve(settings: Settings) -> None:
             client = store_client(settings.redis_url, NUM_CONNECTIONS)
             scheduling = arq_client(settings.redis_url, keys, answer_timeout_s=None)
             jobs = Jobs(
-                store=BatchStore(client, address, keys),
+                store=BatchStore(client, address, keys, strict=settings.durability == "strict"),
                 scheduler=BatchScheduler(scheduling, address, keys),
                 transport=process.transport,
                 names=TokenNames(resolve(settings.model, settings.home)),
@@ -42,7 +43,8 @@ async def serve(settings: Settings) -> None:
                     samples = SampleLog(client, address, keys)
                     sampling = tasks.create_task(sample_forever(samples, pool, process.transport.consumer))
                     reconciling = tasks.create_task(reconcile_forever(jobs))
-                    await work(jobs, lambda: arq_client(str(settings.redis_url), keys))
+                    janitor = Janitor(process.sweeper, process.transport, settings)
+                    await work(jobs, lambda: arq_client(str(settings.redis_url), keys), janitor)
                     sampling.cancel()
                     reconciling.cancel()
             finally:

@@ -6,13 +6,13 @@ wherever they meet a batch's lines, because those wait in streams of their own.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipeline import wire
 from pipeline.batch.input_index import InputLines
 from pipeline.batch.journal import read_records
 from pipeline.batch.lines import BatchLineError
-from pipeline.batch.store import FeedKind, line_request_id
+from pipeline.batch.store import Feed, line_request_id
 from pipeline.client.asks import new_request
 from pipeline.keys import ADMIT_RETRY_S
 from stages.jobs.turn import Turn
@@ -49,20 +49,12 @@ async def feed(turn: Turn) -> None:
                 cursor = record.cursor
 
 
-@dataclass(frozen=True, slots=True)
-class _Feed:
-    """What becomes of one line; a request has its bytes and its attempt."""
-
-    kind: FeedKind
-    payload: bytes = b""
-    attempt: int = 0
-
-
-async def _feed_page(turn: Turn, cursor: int, feeds: Sequence[_Feed]) -> int:
+async def _feed_page(turn: Turn, cursor: int, feeds: Sequence[Feed]) -> int:
     """Return how many of the lines were fed."""
     jobs = turn.jobs
     for position, one in enumerate(feeds):
-        reply = await jobs.store.feed(turn.lease, cursor + position, one.kind, one.payload, jobs.max_queue, one.attempt)
+        more_follow = position < len(feeds) - 1
+        reply = await jobs.store.feed(turn.lease, cursor + position, one, jobs.max_queue, more_follow=more_follow)
         if reply == "busy":
             await asyncio.sleep(ADMIT_RETRY_S)
         elif reply == "moved":
@@ -79,16 +71,16 @@ def _finished(turn: Turn) -> frozenset[int]:
     return frozenset(read_records(turn.directory, turn.record.total)["index"].tolist())
 
 
-def _read(turn: Turn, lines: InputLines, page: range, finished: frozenset[int]) -> list[_Feed]:
-    return [_Feed("skip") if index in finished else _line(turn, lines, index) for index in page]
+def _read(turn: Turn, lines: InputLines, page: range, finished: frozenset[int]) -> list[Feed]:
+    return [Feed("skip") if index in finished else _line(turn, lines, index) for index in page]
 
 
-def _line(turn: Turn, lines: InputLines, index: int) -> _Feed:
+def _line(turn: Turn, lines: InputLines, index: int) -> Feed:
     record, options = turn.record, turn.record.options
     line = lines.read(index, options.model)
     if isinstance(line, BatchLineError):
-        return _Feed("refused")
+        return Feed("refused")
     ask = replace(line, model=options.stack_model, speculate=line.speculate and options.speculate)
     # A missing seed comes from the id, and so from the batch's, which is random: fed again, a line has it again.
     request = new_request(ask, "batch", line_request_id(record.id, index))
-    return _Feed("request", wire.pack(request), request.attempt)
+    return Feed("request", wire.pack(request), request.attempt, line.timeout_s)

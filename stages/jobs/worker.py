@@ -1,25 +1,29 @@
-"""Runs arq's worker for the steps of batches, through outages of the server.
+"""Runs arq's worker for the steps of batches and for the janitor, through outages of the server.
 
-Owns the list of arq functions and their limits. arq's worker ends when its connection does, so here it is made
-anew. A step's job may run for longer than arq keeps it to itself only where the step's own lease keeps others out
-(turn.py); tries are arq's to count and not to limit, since a step that fails says so in the batch's state.
+Owns the list of arq functions and their limits, and when the janitor comes. arq's worker ends when its connection does,
+so here it is made anew. A step's job may run for longer than arq keeps it to itself only where the step's own lease
+keeps others out (turn.py); tries are arq's to count and not to limit, since a step that fails says so in the batch's
+state.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 import structlog
 from arq.connections import ArqRedis
+from arq.cron import CronJob, cron
 from arq.worker import Function, Worker, func
 from redis.exceptions import RedisError
 
 from pipeline.batch.record import StepName
-from pipeline.batch.schedule import pack_job, unpack_job
+from pipeline.batch.schedule import JOB_EXPIRES_MS, pack_job, unpack_job
 from stages.jobs.cancel import cancel
 from stages.jobs.collect import collect
 from stages.jobs.feed import feed
 from stages.jobs.finalise import finalise
+from stages.jobs.janitor import INTERVAL_S, TIMEOUT_S, Janitor
 from stages.jobs.turn import Jobs, Step, take_turn
 from stages.jobs.validate import validate
 
@@ -44,11 +48,22 @@ log = structlog.get_logger("jobs")
 NewClient = Callable[[], ArqRedis]
 
 
-async def work(jobs: Jobs, new_client: NewClient) -> None:
-    """Work until told to stop."""
+class _Worker(Worker):
+    """Arq's worker, whose queue goes away with those that work on it."""
+
+    async def run_cron(self, n: datetime, delay: float, num_windows: int = 2) -> None:
+        """Ask for cron jobs that are due, a moment ahead; where nobody comes for one, it must not stay for ever."""
+        before = [job.next_run for job in self.cron_jobs]
+        await super().run_cron(n, delay, num_windows)
+        if [job.next_run for job in self.cron_jobs] != before:
+            await self.pool.pexpire(self.queue_name, JOB_EXPIRES_MS)
+
+
+async def work(jobs: Jobs, new_client: NewClient, janitor: Janitor | None = None) -> None:
+    """Work until told to stop; with a janitor, be the one who comes when it is time, or stand by."""
     while not jobs.stopping.is_set():
         client = new_client()
-        worker = _worker(jobs, client)
+        worker = _worker(jobs, client, janitor)
         running = asyncio.create_task(worker.async_run())
         stopping = asyncio.create_task(jobs.stopping.wait())
         try:
@@ -62,9 +77,10 @@ async def work(jobs: Jobs, new_client: NewClient) -> None:
             await _end(worker, running, stopping)
 
 
-def _worker(jobs: Jobs, client: ArqRedis) -> Worker:
-    return Worker(
+def _worker(jobs: Jobs, client: ArqRedis, janitor: Janitor | None) -> Worker:
+    return _Worker(
         [_function(jobs, name, step) for name, step in STEP_FUNCTIONS.items()],
+        cron_jobs=[] if janitor is None else [_cron(janitor)],
         redis_pool=client,
         queue_name=client.default_queue_name,  # it would be arq's own
         handle_signals=False,  # ours say it to the whole process
@@ -84,6 +100,14 @@ def _function(jobs: Jobs, name: StepName, step: Step) -> Function:
 
     timeout_s = FILE_TIMEOUT_S if name in {"validate", "finalise"} else STEP_TIMEOUT_S
     return func(run, name=name, timeout=timeout_s)
+
+
+def _cron(janitor: Janitor) -> CronJob:
+    async def run(ctx: dict[Any, Any]) -> None:  # noqa: ARG001 - arq passes it
+        await janitor.clean()
+
+    seconds = set(range(0, 60, INTERVAL_S))
+    return cron(run, name=janitor.name, second=seconds, run_at_startup=True, timeout=TIMEOUT_S)
 
 
 def _explain(running: "asyncio.Task[None]") -> None:

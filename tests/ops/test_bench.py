@@ -20,6 +20,7 @@ from ops.bench.load import LoadFailed, Pass, Sample, asks_of, is_loop, run_pass
 from ops.bench.naive import NaiveModel
 from ops.bench.runners import EngineRunner, NaiveRunner
 from ops.bench.stamps import HAND_OVER, PHASES, SLOT, phases_ms, share
+from ops.chaos.tiny_model import TOKENS, write_tiny_llama
 from ops.measuring import write_record
 from ops.offline import Offline, offline
 from ops.stack import Stack
@@ -33,7 +34,6 @@ from pipeline.transport import TransportOptions
 from stages.engine.reference import ReferenceModel
 from tests.ops.answering import FAIL_WORD, serve
 from tests.ops.test_datasets import item, write
-from tests.ops.tiny_llama import TOKENS, write_tiny_llama
 
 # As a request carries them: its own boundaries, then those of its chunks, then decode's.
 STAMPS = (

@@ -274,6 +274,7 @@ def test_generate_that_fails_says_why(sluice: Sluice) -> None:
         (["--seed", "-1", "hi"], "error: seed: must be between 0 and"),
         ([""], "error: prompt: is empty"),
         (["--raw", "--system", "x", "hi"], "error: system: belongs to a chat"),
+        (["--timeout", "0", "hi"], "error: timeout: must be a number of seconds above 0, at most 86400, got 0"),
         (["--stop", "", "hi"], "error: stop: each string must have 1 to 256 characters"),
     ],
 )
@@ -294,6 +295,13 @@ def test_request_has_the_models_own_sampling_unless_told_otherwise(stack_setting
     assert plain.messages is not None
     assert [message.role for message in plain.messages] == ["system", "user"]
     assert (chosen.params.temperature, chosen.prompt, chosen.speculate) == (0.0, "hi", False)
+
+
+def test_request_has_the_time_limit_of_the_command_line(stack_settings: Settings) -> None:
+    limited, unlimited = Wanted("hi", None, True, True, {}, 2.5), Wanted("hi", None, True, True, {})
+    assert (new_request(limited, stack_settings).timeout_s, new_request(unlimited, stack_settings).timeout_s) == (
+        *(2.5, None),
+    )
 
 
 def test_half_a_surrogate_pair_is_refused(stack_settings: Settings) -> None:

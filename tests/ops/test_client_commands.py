@@ -110,6 +110,15 @@ def test_enqueued_without_a_stage_it_waits_and_that_is_told() -> None:
 
 
 @pytest.mark.usefixtures("_server")
+def test_time_limit_of_the_command_line_reaches_the_queue(valkey_url: str, namespace: str) -> None:
+    request_id = enqueued("--timeout", 60, "hello")
+    with Redis.from_url(valkey_url, protocol=2) as server:
+        deadline_ms = server.zscore(Keys(namespace).deadlines(), request_id)
+        seconds, _ = server.time()  # pyright: ignore[reportGeneralTypeIssues]
+    assert 30 < float(str(deadline_ms)) / 1000 - seconds <= 61
+
+
+@pytest.mark.usefixtures("_server")
 def test_prompt_comes_from_standard_input_and_goes_into_the_queue_that_was_asked_for(
     valkey_url: str, namespace: str
 ) -> None:

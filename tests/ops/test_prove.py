@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from ops.outputs import Output, differences, digest
 from ops.prove import __main__ as command
 from ops.prove import run as prove_run
 from ops.prove.batch import is_sampled, read_prompts, with_other_seeds
 from ops.prove.matrix import Case, by_stack, covering_cases, every_case, pairs_of
-from ops.prove.outputs import Output, differences, digest
 from ops.prove.run import CaseRun, Proof, ProofFailed, run_matrix
 from ops.prove.verdict import problems, table
 from ops.stack import Stack

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kv_store.codecs.registry import CODECS, codec_named
+from ops.chaos.tiny_model import TOKENS, write_tiny_llama
 from ops.measuring import markdown_table, write_record
 from ops.offline import Offline, offline
 from ops.quality import __main__ as command
@@ -19,7 +20,6 @@ from stages.engine.gguf_weights import GgufWeights
 from stages.engine.reference import ReferenceModel
 from stages.gguf.file import GgufFile
 from tests.ops.test_datasets import item, write
-from tests.ops.tiny_llama import TOKENS, write_tiny_llama
 
 WINDOWS = [(np.arange(200) * step % len(TOKENS)).tolist() for step in (7, 11)]
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -22,12 +23,13 @@ from rich.console import Console
 from kv_store.pool import FilePool, PoolUsage
 from ops.finding import FoundStack
 from ops.status.history import history, of_one_pool
-from ops.status.page import age, size
+from ops.status.page import age, page, size
 from ops.status.state import StackStatus, watching
 from ops.status.top import frame
 from ops.supervision.slot_status import SlotStatus
 from pipeline import wire
 from pipeline.connect import open_transport
+from pipeline.counters import DIVERGENCES, KV_MISSING, MEANINGS
 from pipeline.keys import Keys
 from pipeline.messages import Terminal, Usage
 from pipeline.overview import Overview, ProcessState, ServerState
@@ -161,7 +163,7 @@ async def test_json_has_all_of_it(elsewhere: Settings, two_stages: Path, raw_red
     assert shown["requests"]["waiting"]["tokenizer"] == 1
     assert shown["requests"]["in_work"]["tokenizer"] == 1
     assert shown["requests"]["lately"] == {"finished": 1, "failed": 0, "cancelled": 0}
-    assert (shown["batches"], shown["dead_letters"]) == ([], {})
+    assert (shown["batches"], shown["dead_letters"], shown["counters"]) == ([], {}, {})
 
 
 def stack(processes: tuple[ProcessState, ...], slots: tuple[SlotStatus, ...] | None) -> StackStatus:
@@ -194,6 +196,27 @@ def test_a_stage_is_missing_until_one_of_its_processes_has_announced_itself() ->
     announced = (ProcessState("tokenizer", "t", None, None, 15.0),)
     assert stack(announced, (slot("decode", 11, "starting"),)).missing == ("decode",)
     assert stack((), None).missing == ("tokenizer", "decode")
+
+
+def shown_page(status: StackStatus) -> list[str]:
+    console = Console(width=200, file=StringIO())
+    console.print(page(status))
+    assert isinstance(console.file, StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_what_is_rare_is_shown_where_it_happened() -> None:
+    quiet = stack((), None)
+    returned = QueueState("prefill", "returned", num_entries=3, num_held=1, num_holders=1, oldest_s=2.0)
+    overview = replace(quiet.overview, counters={DIVERGENCES: 1, KV_MISSING: 12, "of a later version": 5})
+    busy = replace(quiet, overview=replace(overview, queues=(returned,)))
+    assert not [line for line in shown_page(quiet) if line.startswith(("rare", "returned"))]
+    assert [line for line in shown_page(busy) if line not in shown_page(quiet)] == [
+        "requests   2 waiting, 1 in prefill; 0 tokens/s over the last 30 s",
+        "returned   2 waiting, 1 in work, the oldest for 2.0 s: their KV was lost, and is computed again",
+        f"rare       12 {MEANINGS[KV_MISSING]}",
+        f"           1 {MEANINGS[DIVERGENCES]}",
+    ]
 
 
 async def test_looking_makes_no_pool(elsewhere: Settings, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ async def test_a_missing_address_says_what_sets_it() -> None:
 
 async def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ServerUnreachable, match=r"unix:///.*nobody\.sock: there is no such socket") as caught:
-        await open_transport(Settings(redis_url=f"unix://{tmp_path}/nobody.sock"))
+        await open_transport(Settings(redis_url=f"unix://{tmp_path}/nobody.sock", lease_s=0.05))
     assert caught.value.retryable
 
 
@@ -39,7 +39,7 @@ async def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
 async def test_every_client_option_is_ours(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clients: list[Redis] = []
 
-    async def look(client: Redis, *_: object) -> None:
+    async def look(client: Redis, *_: object, **__: object) -> None:
         clients.append(client)
         raise SluiceError
 

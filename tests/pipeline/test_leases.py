@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from pipeline.errors import ServerUnreachable
-from pipeline.keys import HANG_LEASES
-from pipeline.leases import LeaseKeeper, stop_on_signals
+from pipeline.leases import HANG_TICKS, RENEWALS_PER_LEASE, LeaseKeeper, stop_on_signals
 from pipeline.memory import MemoryQueues, MemoryTransport
 from pipeline.transport import Delivery, TransportOptions
 from tests.pipeline.benches import soon
@@ -31,10 +30,22 @@ class Bench:
     def __init__(self) -> None:
         self.clock = HandClock()
         self.lost: list[Delivery] = []
+        self.num_hung = 0
         queues = MemoryQueues(monotonic=self.clock)
         self.mine = MemoryTransport(queues, TransportOptions("mine", lease_s=LEASE_S))
         self.other = MemoryTransport(queues, TransportOptions("other", lease_s=LEASE_S))
-        self.keeper = LeaseKeeper(self.mine, LEASE_S, self.lost.append, self.clock)
+        self.keeper = LeaseKeeper(self.mine, LEASE_S, self.lost.append, self._on_hung)
+
+    def _on_hung(self) -> None:
+        self.num_hung += 1
+
+    async def tick(self, times: int = 1, *, moving: bool = False) -> None:
+        """Let the keeper renew so often, in its own time, while the work moves or not."""
+        for _ in range(times):
+            self.clock.now_s += LEASE_S / RENEWALS_PER_LEASE
+            if moving:
+                self.keeper.progressed()
+            await self.keeper.renew()
 
     async def held(self, request_id: str = "r") -> Delivery:
         await self.mine.admit(request_id, "batch", b"work")
@@ -83,36 +94,83 @@ async def test_a_lost_lease_is_reported_once(bench: Bench) -> None:
 
 async def test_work_that_stands_still_is_given_up(bench: Bench) -> None:
     await bench.held()
-    for _ in range(2 * HANG_LEASES):
-        bench.clock.now_s += LEASE_S / 2
-        await bench.keeper.renew()
+    await bench.tick(HANG_TICKS)
     assert await bench.taken_over() == 0
-    bench.clock.now_s += LEASE_S / 2
-    await bench.keeper.renew()
-    bench.clock.now_s += LEASE_S / 2
+    await bench.tick(RENEWALS_PER_LEASE)
     assert await bench.taken_over() == 1
     assert bench.lost == []
-    bench.keeper.progressed()  # it wakes up, and learns that its work is gone
-    await bench.keeper.renew()
+    await bench.tick(moving=True)  # it wakes up, and learns that its work is gone
     assert len(bench.lost) == 1
 
 
 async def test_slow_work_that_moves_is_kept(bench: Bench) -> None:
     await bench.held()
-    for _ in range(10 * HANG_LEASES):
-        bench.clock.now_s += LEASE_S / 2
-        bench.keeper.progressed()
-        await bench.keeper.renew()
+    for _ in range(10):
+        await bench.tick(HANG_TICKS - 1)
+        await bench.tick(moving=True)
     assert await bench.taken_over() == 0
+    assert bench.num_hung == 0
 
 
 async def test_idle_time_is_not_a_hang(bench: Bench) -> None:
-    bench.clock.now_s += 100 * LEASE_S
-    await bench.held()
-    bench.clock.now_s += LEASE_S / 2
-    await bench.keeper.renew()
-    bench.clock.now_s += LEASE_S / 2
+    await bench.tick(10 * HANG_TICKS)
+    delivery = await bench.held()
+    await bench.tick(HANG_TICKS)
     assert await bench.taken_over() == 0
+    bench.keeper.drop(delivery)
+    await bench.tick(10 * HANG_TICKS)
+    assert bench.num_hung == 0
+
+
+async def test_a_hang_that_nobody_should_wait_for_is_told_once(bench: Bench) -> None:
+    await bench.held()
+    await bench.tick(2 * HANG_TICKS)
+    assert bench.num_hung == 0
+    await bench.tick()
+    assert bench.num_hung == 1
+    await bench.tick(5 * HANG_TICKS)
+    await bench.tick(moving=True)
+    await bench.tick(5 * HANG_TICKS)
+    assert bench.num_hung == 1
+
+
+async def test_work_that_moves_again_is_not_told_of_as_a_hang(bench: Bench) -> None:
+    await bench.held()
+    await bench.tick(2 * HANG_TICKS)
+    await bench.tick(moving=True)
+    await bench.held("s")
+    await bench.tick(HANG_TICKS)
+    assert bench.num_hung == 0
+
+
+async def test_a_process_that_was_stopped_and_continued_is_not_hung(bench: Bench) -> None:
+    """As after SIGSTOP and SIGCONT: the clock has jumped, and nothing ran meanwhile, the keeper included."""
+    delivery = await bench.held()
+    for _ in range(HANG_TICKS - 1):
+        bench.clock.now_s += 100 * LEASE_S
+        await bench.tick()
+    assert bench.num_hung == 0
+    assert bench.lost == []  # nobody else asked
+    await bench.tick(moving=True)
+    assert await bench.taken_over() == 0
+    assert bench.keeper.holds(delivery)
+
+
+async def test_a_server_that_is_away_for_long_does_not_make_the_work_hung(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery = await bench.held()
+
+    async def unreachable(deliveries: Sequence[Delivery]) -> list[bool]:
+        raise ServerUnreachable("redis://host", "is down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.mine, "renew", unreachable)
+        await bench.tick(3 * HANG_TICKS)
+    assert bench.num_hung == 0
+    await bench.tick()
+    assert await bench.taken_over() == 0
+    assert bench.keeper.holds(delivery)
 
 
 async def test_an_unreachable_server_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

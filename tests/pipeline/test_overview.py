@@ -10,11 +10,14 @@ from kv_store.blob import BlobKind, BlobMeta
 from kv_store.pool import FilePool, PoolUsage
 from pipeline import wire
 from pipeline.boundaries import FIRST_TOKEN, SUBMITTED
+from pipeline.counters import DIVERGENCES, KV_MISSING
 from pipeline.finished_log import EndedRequest, output_tokens_per_s
 from pipeline.keys import Keys
 from pipeline.messages import Failure, FinishReason, Stamp, Terminal, Usage
 from pipeline.overview import Observer
+from pipeline.queue_state import QUEUES
 from pipeline.transport import Delivery, Emit, Finish, Transaction, Transport
+from pipeline.upkeep import Upkeep
 from tests.pipeline.benches import POOL, RedisBench, take, take_one
 
 META = BlobMeta(
@@ -101,7 +104,7 @@ async def test_the_pool_says_what_it_holds_and_the_sampler_what_it_may(
     assert before is not None
     assert (before.pool_id, before.num_blobs, before.quota_bytes) == (pool.pool_id, 1, 1 << 20)
     assert before.used_bytes == pool.usage().used_bytes
-    assert len((await local.look()).queues) == 8
+    assert len((await local.look()).queues) == len(QUEUES)
     await observer.samples.take("s", pool.pool_id, PoolUsage(num_blobs=7, used_bytes=1, quota_bytes=5_000))
     after = (await local.look()).kv
     assert after is not None
@@ -149,6 +152,12 @@ async def test_requests_that_ended_are_seen_once_each(
     await take_one(transport, "tokenizer")  # that of c, which nobody has taken yet
     await raw_redis.delete(Keys(namespace).finished())
     assert (await observer.look()).ended == overview.ended
+
+
+async def test_counters_that_are_not_zero(observer: Observer, raw_redis: Redis, namespace: str) -> None:
+    upkeep = Upkeep(raw_redis, "x", Keys(namespace))
+    await upkeep.count({KV_MISSING: 2, DIVERGENCES: 0}, "ticket")
+    assert (await observer.look()).counters == {KV_MISSING: 2}
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,30 @@
 """What is asked of a server once: version, role, memory policy, and whether it keeps what it is given."""
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import structlog
+from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
 from pipeline.connect import open_client, open_transport
-from pipeline.errors import ServerPolicy, ServerRole, ServerTooOld
+from pipeline.errors import (
+    ServerLoginFailed,
+    ServerPolicy,
+    ServerRole,
+    ServerTooOld,
+    ServerUnreachable,
+    ServerUrlInvalid,
+)
 from pipeline.server_acl import RULE
 from pipeline.server_check import check_server
 from pipeline.server_url import read_address
 from pipeline.settings import Settings
-from tests.servers import Server, ServerKind, ServerOptions, server_of_its_own
+from tests.pipeline.benches import soon
+from tests.servers import Server, ServerKind, ServerOptions, running_server, server_of_its_own
 
 NAMESPACE = "sluice"
 
@@ -125,3 +136,74 @@ async def test_without_anybody_to_tell_a_warning_is_logged(valkey_url: str) -> N
     (event,) = [event for event in events if event["event"] == "server_not_durable"]
     assert event["log_level"] == "warning"
     assert "appendonly" in event["problem"]
+
+
+# A server that is restarting
+
+
+class RestartingServer:
+    """A real server whose first answers, from one on, are those of a server that goes away and comes back."""
+
+    def __init__(self, url: str, first: int, *errors: Exception) -> None:
+        self._client = open_client(url)
+        self._first = first
+        self._errors = list(errors)
+        self.num_calls = 0
+
+    async def execute_command(self, *words: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls > self._first and self._errors:
+            raise self._errors.pop(0)
+        return await cast("Any", self._client).execute_command(*words)
+
+    async def check(self, patience_s: float) -> tuple[str, ...]:
+        try:
+            return await soon(
+                check_server(cast("Redis", self), read_address("redis://host"), NAMESPACE, patience_s=patience_s)
+            )
+        finally:
+            await self._client.aclose()
+
+
+LOADING = redis_errors.BusyLoadingError("Redis is loading the dataset in memory")
+GONE = redis_errors.ConnectionError("Connection closed by server.")
+
+
+@pytest.mark.parametrize("num_calls_before", [0, 1])
+async def test_a_server_that_is_restarted_meanwhile_is_waited_for(valkey_url: str, num_calls_before: int) -> None:
+    server = RestartingServer(valkey_url, num_calls_before, GONE, ConnectionRefusedError(), LOADING, LOADING)
+    (warning,) = await server.check(patience_s=60)
+    assert "appendonly no" in warning
+
+
+async def test_a_server_that_is_not_there_yet_is_waited_for(short_directory: Path, server_kind: ServerKind) -> None:
+    settings = Settings(redis_url=f"unix://{short_directory}/server.sock")
+    opening = asyncio.create_task(open_transport(settings, warn=lambda _: None))
+    done, _ = await asyncio.wait({opening}, timeout=0.3)
+    assert not done
+    with running_server(short_directory, server_kind):
+        await (await soon(opening)).close()
+
+
+async def test_the_wait_for_a_server_has_an_end(valkey_url: str) -> None:
+    server = RestartingServer(valkey_url, 0, *[LOADING] * 1000)
+    with pytest.raises(ServerUnreachable, match="loading the dataset"):
+        await server.check(patience_s=0.25)
+    assert 2 <= server.num_calls <= 5
+
+
+async def test_what_waiting_does_not_cure_is_said_at_once(
+    server_kind: ServerKind, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def sleep(_: float) -> None:
+        raise AssertionError("nothing is to be waited for")
+
+    with server_of_its_own(server_kind, ServerOptions(password="word")) as guarded:
+        monkeypatch.setattr("pipeline.server_check.asyncio.sleep", sleep)
+        for url in (guarded.url, guarded.unix_url("default", "wrong"), f"{valkey_url}?db=99"):
+            with pytest.raises(ServerLoginFailed):
+                await open_transport(Settings(redis_url=url))
+        with pytest.raises(ServerUrlInvalid):
+            await open_transport(Settings(redis_url=f"{valkey_url}?nothing=1"))
+        with pytest.raises(ServerTooOld):
+            await OtherServer(valkey_url, redis_version="6.2.14").check()

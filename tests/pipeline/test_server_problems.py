@@ -61,7 +61,8 @@ def mutual_tls(certificates: Certificates) -> Iterator[Server]:
 
 
 async def enter(url: str) -> None:
-    await (await open_transport(Settings(redis_url=url))).close()
+    # A brief lease: who might be restarting is not waited for.
+    await (await open_transport(Settings(redis_url=url, lease_s=0.05))).close()
 
 
 async def problem(kind: type[ServerError], url: str) -> str:

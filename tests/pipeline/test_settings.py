@@ -61,6 +61,7 @@ def test_an_unknown_variable_stops_the_start_and_names_the_nearest(monkeypatch: 
         ("lease_s", "0"),
         ("lease_s", "nan"),
         ("log_level", "loud"),
+        ("durability", "always"),
     ],
 )
 def test_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch, field: str, value: str) -> None:

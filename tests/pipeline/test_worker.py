@@ -1,14 +1,16 @@
 """The harness: what becomes of messages, good and bad, and of work in hand when it stops."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from kv_store.errors import BlobTooLarge, PoolFull
+from pipeline import faults
 from pipeline import worker as worker_module
-from pipeline.errors import InvalidRequest, ServerRefused, ServerUnreachable, SluiceError
+from pipeline.errors import InvalidRequest, ServerRefused, ServerUnreachable, SluiceError, StateDamaged
 from pipeline.keys import MAX_DELIVERIES
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import Failure, GenerateRequest, Terminal
@@ -16,7 +18,7 @@ from pipeline.params import SamplingParams
 from pipeline.transport import Delivery, Outcome, Publish, Transaction, Transport
 from pipeline.wire import pack, unpack
 from pipeline.worker import bury, is_poison, run_worker
-from tests.pipeline.benches import Bench, soon, take_one
+from tests.pipeline.benches import Bench, soon, take, take_one
 
 LONG_LEASE_S, SHORT_LEASE_S = 10.0, 0.05
 Handler = Callable[[GenerateRequest], Awaitable[None]]
@@ -30,7 +32,7 @@ def work(request_id: str) -> bytes:
 
 
 class EchoStage:
-    """Publishes each request to prefill, after doing what a test says."""
+    """Publishes each request to prefill, after doing what a test says; gives none up without failing it."""
 
     name = "tokenizer"
 
@@ -48,9 +50,21 @@ class EchoStage:
         effect = Publish("prefill", request.priority, b"tokenized")
         return Transaction(delivery, request.request_id, request.attempt, (effect,), ack=True)
 
+    async def give_up(self, delivery: Delivery) -> Transaction | None:
+        return None
+
     async def settled(self, transaction: Transaction, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self.settled_one.set()
+
+
+class PassingStage(EchoStage):
+    """Publishes what it has given up as it came."""
+
+    async def give_up(self, delivery: Delivery) -> Transaction | None:
+        request = unpack(delivery.payload, GenerateRequest)
+        effect = Publish("prefill", request.priority, b"as it came")
+        return Transaction(delivery, request.request_id, request.attempt, (effect,), ack=True)
 
 
 @asynccontextmanager
@@ -94,6 +108,12 @@ def raising(error: Exception) -> Handler:
         raise error
 
     return handler
+
+
+@pytest.fixture(autouse=True)
+def _disarm() -> Iterator[None]:
+    yield
+    faults.configure(None, None)
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +215,84 @@ async def test_a_message_that_took_down_its_holders_is_not_touched_again(bench: 
     assert len(await bench.dead_letters("tokenizer")) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "num_handled"),
+    [(SluiceError("no way"), 1), (RuntimeError("secret"), MAX_DELIVERIES), (PoolFull(3, 2, 1), MAX_DELIVERIES)],
+    ids=lambda value: type(value).__name__,
+)
+async def test_what_a_stage_can_give_up_costs_its_request_nothing(
+    bench: Bench, error: Exception, num_handled: int
+) -> None:
+    transport, stage = await bench.join(lease_s=SHORT_LEASE_S), PassingStage(raising(error))
+    await transport.admit("r", "batch", work("r"))
+    async with working(stage, transport, SHORT_LEASE_S):
+        delivery = await take_one(transport, "prefill")
+        await soon(stage.settled_one.wait())
+    assert delivery.payload == b"as it came"
+    assert stage.handled == ["r"] * num_handled
+    assert stage.outcomes == [Outcome.OK]
+    assert await bench.dead_letters("tokenizer") == []
+    assert await transport.queue_length("tokenizer", "batch") == 0
+
+
+async def test_poison_that_a_stage_can_give_up_is_not_handled_again(bench: Bench) -> None:
+    transport, stage = await bench.join(lease_s=SHORT_LEASE_S), PassingStage()
+    await transport.admit("r", "batch", work("r"))
+    for _ in range(MAX_DELIVERIES):
+        await take_one(transport, "tokenizer")
+    async with working(stage, transport, SHORT_LEASE_S):
+        assert (await take_one(transport, "prefill")).payload == b"as it came"
+    assert stage.handled == []
+    assert await bench.dead_letters("tokenizer") == []
+
+
+async def test_a_wrong_or_unreadable_message_is_not_given_up_but_ended(bench: Bench) -> None:
+    transport, stage = await bench.join(), PassingStage(raising(InvalidRequest("prompt", "is too long")))
+    await transport.admit("r", "batch", work("r"))
+    await transport.admit("s", "batch", work("s").replace(b"generate_request", b"generate_reqvest"))
+    async with working(stage, transport):
+        assert (await failure_of(transport, "r")).code == "invalid_request"
+        assert (await failure_of(transport, "s")).code == "unreadable_message"
+    assert await transport.queue_length("prefill", "batch") == 0
+
+
+async def test_giving_up_what_cannot_be_committed_buries_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, stage = await bench.join(), PassingStage(raising(SluiceError("no way")))
+    await transport.admit("r", "batch", work("r"))
+
+    async def damaged(transactions: object) -> list[Outcome]:
+        raise StateDamaged(("key holds a list",))
+
+    monkeypatch.setattr(transport, "commit", damaged)
+    async with working(stage, transport):
+        await _until_dead(bench)
+    [(_, reason)] = await bench.dead_letters("tokenizer")
+    assert reason == "internal_error: no way; key holds a list; key holds a list"
+
+
+@pytest.mark.parametrize(
+    ("point", "num_handled", "outcomes"),
+    [("claimed", 1, [Outcome.OK]), ("handled", 2, [Outcome.OK]), ("committed", 1, [])],
+)
+async def test_a_failure_at_any_point_of_a_message_has_its_effect_once(
+    bench: Bench, tmp_path: Path, point: str, num_handled: int, outcomes: list[Outcome]
+) -> None:
+    faults.configure(f"tokenizer.{point}=fail", tmp_path)
+    transport, stage = await bench.join(lease_s=SHORT_LEASE_S), EchoStage()
+    reader = await bench.join("reader", lease_s=LONG_LEASE_S)
+    for request_id in ("r", "s"):
+        await transport.admit(request_id, "batch", work(request_id))
+    async with working(stage, transport, SHORT_LEASE_S):
+        for delivery in await take(reader, "prefill", 2):
+            assert delivery.payload == b"tokenized"
+        await _until(lambda: len(stage.outcomes) == len(outcomes) + 1)
+    assert len(faults.struck(tmp_path, f"tokenizer.{point}")) == 1
+    assert stage.handled.count("r") == num_handled
+    assert stage.outcomes == [*outcomes, Outcome.OK]
+    assert await reader.queue_length("prefill", "batch") == 2
+    assert await reader.queue_length("tokenizer", "batch") == 0
+
+
 async def test_a_slow_message_keeps_its_lease(bench: Bench) -> None:
     other = await bench.join("other", lease_s=SHORT_LEASE_S)
 
@@ -281,3 +379,19 @@ async def test_burying_what_somebody_else_holds_changes_nothing(bench: Bench) ->
     assert await bury(mine, lost, failure) is Outcome.FENCED
     assert await bench.dead_letters("tokenizer") == []
     assert await bench.state_of("r") == "queued"
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async def holds() -> None:
+        while not condition():  # noqa: ASYNC110 - the stage's lists set no event
+            await asyncio.sleep(0.005)
+
+    await soon(holds())
+
+
+async def _until_dead(bench: Bench) -> None:
+    async def holds() -> None:
+        while not await bench.dead_letters("tokenizer"):  # noqa: ASYNC110 - the server tells nobody
+            await asyncio.sleep(0.005)
+
+    await soon(holds())

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from kv_store.pool import FilePool
+from ops.chaos.tiny_model import write_tiny_llama
 from pipeline import worker
 from stages.decode import stage as decode_stage
 from stages.prefill import stage as prefill_stage
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
-from tests.ops.tiny_llama import write_tiny_llama
 from tests.stages.line import Line
 
 QUOTA_BYTES = 4 * 1024 * 1024

@@ -6,12 +6,14 @@ order must have given back all its pages; one that is killed just stops, as afte
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import msgpack
 import numpy as np
 
 from kv_store.blob import HEADER_BYTES, BlobKind, BlobMeta, Compression
@@ -21,15 +23,17 @@ from kv_store.ref import BlobRef
 from pipeline import wire
 from pipeline.batch.results import Completion, outcome_of
 from pipeline.clock import monotonic_s
-from pipeline.keys import PRIORITIES, STAGES, Priority
+from pipeline.counters import Counters
+from pipeline.keys import STAGES, Priority, lanes_of
 from pipeline.leases import LeaseKeeper
 from pipeline.memory import MemoryQueues, MemoryTransport
 from pipeline.messages import Delta, Failure, Stamp, Terminal, TokenizedPrompt
 from pipeline.params import parse_params
-from pipeline.transport import Outcome, Transaction, TransportOptions
+from pipeline.transport import Outcome, TakeCredit, Transaction, TransportOptions
 from pipeline.worker import run_worker
 from stages.compressor.stage import CompressorStage
 from stages.decode.admission import Admission
+from stages.decode.checkpoints import Checkpoints
 from stages.decode.stage import DecodeStage
 from stages.engine.config import ModelConfig
 from stages.engine.engine import Engine
@@ -73,32 +77,33 @@ class Answer:
 
 
 class WatchedTransport(MemoryTransport):
-    """Counts looks at queues, notes commits, and can hold one that writes back until told to go on."""
+    """Notes commits, those that only ask apart from those that write, and can hold one of these until told to go on."""
 
     def __init__(
         self, queues: MemoryQueues, options: TransportOptions, hold: Callable[[Transaction], bool] | None = None
     ) -> None:
         super().__init__(queues, options)
         self._hold = hold
-        self.num_looks = 0
-        self.asked: list[str] = []  # about which requests, by commits that only ask
+        self.asked: list[str] = []  # about which requests, by commits that only ask, for credit too
+        self.num_refused_credits = 0
         self.committed: list[tuple[Transaction, Outcome]] = []
         self.holding = asyncio.Event()
         self.go_on = asyncio.Event()
 
-    async def queue_length(self, stage: str, priority: Priority) -> int:
-        self.num_looks += 1
-        return await super().queue_length(stage, priority)
-
     async def commit(self, transactions: Sequence[Transaction]) -> list[Outcome]:
-        writing = [transaction for transaction in transactions if transaction.effects]
+        writing = [transaction for transaction in transactions if _writes(transaction)]
         if self._hold is not None and any(map(self._hold, writing)):
             self.holding.set()
             await soon(self.go_on.wait())
         outcomes = await super().commit(transactions)
-        self.committed += [pair for pair in zip(transactions, outcomes, strict=True) if pair[0].effects]
-        self.asked += [transaction.request_id for transaction in transactions if not transaction.effects]
+        self.committed += [pair for pair in zip(transactions, outcomes, strict=True) if _writes(pair[0])]
+        self.asked += [transaction.request_id for transaction in transactions if not _writes(transaction)]
+        self.num_refused_credits += outcomes.count(Outcome.FULL)
         return outcomes
+
+
+def _writes(transaction: Transaction) -> bool:
+    return any(not isinstance(effect, TakeCredit) for effect in transaction.effects)
 
 
 class ManualClock:
@@ -142,14 +147,23 @@ class Line:
     compression: Compression = "none"
     seal_in_prefill: bool = False
     max_decode_queue: int = 64
+    keep_kv: bool = True
     max_num_seqs: int = 4
     num_pages: int = NUM_PAGES
     num_speculative_tokens: int = 4
     clock: ManualClock = field(default_factory=ManualClock)
+    counters: Counters = field(default_factory=Counters)
     queues: MemoryQueues = field(init=False)
 
     def __post_init__(self) -> None:
         self.queues = MemoryQueues(monotonic=self.clock)
+        self.announce_decode(slots=32)
+
+    def announce_decode(self, slots: int) -> None:
+        """Let it be known that a decode process is there, which prefill asks before it begins."""
+        info = msgpack.packb({"parts": {}, "pool": self.pool.pool_id, "slots": slots, "pages": self.num_pages})
+        assert info is not None
+        self.queues.broker.registrations["decode", "announced"] = (info, math.inf)
 
     def transport(self, consumer: str, hold: Callable[[Transaction], bool] | None = None) -> WatchedTransport:
         options = TransportOptions(consumer, pool_id=self.pool.pool_id, lease_s=LEASE_S)
@@ -253,7 +267,7 @@ class Line:
             seal=self.seal_in_prefill,
             compression=self.compression,
         )
-        limits = PrefillLimits(CHUNK_TOKENS, self.max_decode_queue)
+        limits = PrefillLimits(CHUNK_TOKENS, self.max_decode_queue, self.keep_kv)
         stage = PrefillStage(transport, leases, engine, self.pool, self.tokenizer, handover, limits)
         await stage.run(stopping)
 
@@ -267,8 +281,19 @@ class Line:
         self, transport: WatchedTransport, leases: LeaseKeeper, engine: Engine | None, stopping: asyncio.Event
     ) -> None:
         assert engine is not None
-        admission = Admission(transport, leases, engine, self.pool, self.tokenizer)
-        stage = DecodeStage(transport, leases, engine, admission, self.max_num_seqs, self.num_speculative_tokens)
+        admission = Admission(
+            transport, leases, engine, self.pool, self.tokenizer, self.counters, keep_kv=self.keep_kv
+        )
+        stage = DecodeStage(
+            transport,
+            leases,
+            engine,
+            admission,
+            Checkpoints(engine, self.pool, admission.format, self.compression),
+            self.counters,
+            max_num_seqs=self.max_num_seqs,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
         await stage.run(stopping)
 
     @property
@@ -290,7 +315,7 @@ class Line:
         return self.pool.write("kv_ballast", meta, [bytes(self.pool.free_bytes() - HEADER_BYTES - left_bytes)])
 
     def num_entries(self, stage: str) -> int:
-        return sum(self.queues.broker.length(stage, priority, self.pool.pool_id) for priority in PRIORITIES)
+        return sum(self.queues.broker.length(stage, lane, self.pool.pool_id) for lane in lanes_of(stage))
 
     def dead_letters(self, stage: str) -> list[str]:
         return [letter.reason for letter in self.queues.broker.dead.get(stage, ())]
@@ -302,6 +327,7 @@ class Line:
     def forget(self, request_id: str) -> None:
         """Take a request back: its state goes, entries that are not in work too."""
         del self.queues.broker._requests[request_id]
+        self.queues.broker.drop_credit(request_id)  # lost with it, or removed by a sweeper
         for entries in self.queues.broker.streams.values():
             for entry_id, entry in list(entries.items()):
                 identity = wire.read_identity(entry.payload)
@@ -314,6 +340,7 @@ class Line:
         open_requests = {k for k, v in self.queues.broker.requests().items() if v.expires_at is None}
         assert open_requests == set()
         assert self.pool.names() == []
+        assert [owner for owned in self.queues.broker.credits.values() for owner in owned] == []
 
 
 async def soon(awaitable: Awaitable[T]) -> T:

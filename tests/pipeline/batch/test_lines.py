@@ -69,6 +69,13 @@ def test_a_completions_line_becomes_a_request() -> None:
     assert request.params == SamplingParams(logprobs=3)
 
 
+@pytest.mark.parametrize(("given", "timeout_s"), [(None, None), (0.5, 0.5), (60, 60.0), (86400, 86400.0)])
+def test_a_line_may_have_a_time_limit(given: float | None, timeout_s: float | None) -> None:
+    assert request_of(chat(timeout_s=given)).timeout_s == timeout_s
+    assert request_of(completion(timeout_s=given)).timeout_s == timeout_s
+    assert request_of(chat()).timeout_s is None
+
+
 @pytest.mark.parametrize(
     ("body", "params"),
     [
@@ -110,6 +117,10 @@ def test_chats_own_names_are_mapped(body: dict[str, object], params: SamplingPar
         ({"stream": True}, "stream: must be false or absent, got true"),
         ({"user": 5}, "user: must be a string, got 5"),
         ({"speculate": "no"}, "speculate: must be true or false, got 'no'"),
+        ({"timeout_s": 0}, "timeout_s: must be a number of seconds above 0, at most 86400, got 0"),
+        ({"timeout_s": 86401}, "timeout_s: must be a number of seconds above 0, at most 86400, got 86401"),
+        ({"timeout_s": True}, "timeout_s: must be a number of seconds above 0, at most 86400, got true"),
+        ({"timeout_s": "60"}, "timeout_s: must be a number of seconds above 0, at most 86400, got '60'"),
         ({"min_tokens": 5}, "min_tokens: is not a known parameter; did you mean max_tokens?"),
         ({"prompt": "x"}, "prompt: belongs to /v1/completions, not to /v1/chat/completions"),
         ({"messages": None}, "messages: is missing"),

@@ -19,6 +19,7 @@ from pipeline.batch.store import (
     BatchStore,
     Collected,
     DoneLine,
+    Feed,
     FeedKind,
     FeedReply,
     StepTurn,
@@ -77,7 +78,7 @@ async def feed_one(
     store: BatchStore, index: int, kind: FeedKind, payload: bytes = b"", max_queue: int = MAX_QUEUE, attempt: int = 0
 ) -> FeedReply:
     """Feed a line, as the one whose turn it is."""
-    return await store.feed(turn(0, "feed", FEEDER), index, kind, payload, max_queue, attempt)
+    return await store.feed(turn(0, "feed", FEEDER), index, Feed(kind, payload, attempt), max_queue)
 
 
 def pack_index(index: int) -> bytes:
@@ -372,10 +373,10 @@ async def test_only_the_one_whose_turn_it_is_feeds(store: BatchStore, stage: Tra
     assert await store.begin(stale) == "ok"
     await store.end(stale)
     mine = turn(await revived(store))
-    assert await store.feed(mine, 0, "request", b"x") == "moved"  # not begun
+    assert await store.feed(mine, 0, Feed("request", b"x")) == "moved"  # not begun
     assert await store.begin(mine) == "ok"
-    assert await store.feed(stale, 0, "request", b"x") == "moved"
-    assert await store.feed(mine, 0, "request", b"x") == "ok"
+    assert await store.feed(stale, 0, Feed("request", b"x")) == "moved"
+    assert await store.feed(mine, 0, Feed("request", b"x")) == "ok"
     assert await stage.queue_length("tokenizer", "batch") == 1
 
 
@@ -402,7 +403,7 @@ async def test_nothing_is_fed_unless_it_is_in_progress(store: BatchStore, stage:
     await store.move(ID, ["in_progress"], state)
     assert await feed_one(store, 0, "request", b"x") == "moved"
     assert await stage.queue_length("tokenizer", "batch") == 0
-    assert await store.feed(StepTurn("batch_unknown", "feed", 0, FEEDER), 0, "request", b"x") == "moved"
+    assert await store.feed(StepTurn("batch_unknown", "feed", 0, FEEDER), 0, Feed("request", b"x")) == "moved"
 
 
 async def test_a_full_queue_takes_no_line(store: BatchStore) -> None:
@@ -641,12 +642,12 @@ async def test_a_cancelled_line_that_is_fed_again_has_a_larger_attempt_than_what
 ) -> None:
     await begin(store, total=1)
     mine, request_id = turn(0, "feed", FEEDER), line_request_id(ID, 0)
-    assert await store.feed(mine, 0, "request", b"old", attempt=100) == "ok"
+    assert await store.feed(mine, 0, Feed("request", b"old", attempt=100)) == "ok"
     await stage.cancel(request_id, CANCELLED)
     await fail(store)
     await go_on(store)
-    assert await store.feed(mine, 0, "request", b"new", attempt=100) == "busy"
-    assert await store.feed(mine, 0, "request", b"new", attempt=101) == "ok"
+    assert await store.feed(mine, 0, Feed("request", b"new", attempt=100)) == "busy"
+    assert await store.feed(mine, 0, Feed("request", b"new", attempt=101)) == "ok"
     old, new = await take(stage, "tokenizer", 2)
     effects = (Emit(b"a", 0, 1), Finish(TERMINAL, "finished"))
     assert await stage.commit(

@@ -17,7 +17,7 @@ from pipeline.batch.errors import BatchFilesDamaged, BatchMismatch
 from pipeline.batch.journal import Journal
 from pipeline.batch.options import BatchOptions
 from pipeline.batch.record import BatchState
-from pipeline.batch.store import BatchStore, StepTurn, line_request_id
+from pipeline.batch.store import BatchStore, Feed, StepTurn, line_request_id
 from pipeline.batch.submit import GivenUp, Prepared, end_given_up, prepare, submit
 from pipeline.errors import InvalidRequest
 from pipeline.keys import Keys
@@ -329,7 +329,7 @@ async def test_one_that_failed_begins_again_with_what_is_on_the_disk(prepare_: P
     assert (record.error, record.ending, record.cancel_requested, record.ended_ms) == ("", "", False, 0)
     await in_state(store, batch_id, "in_progress")
     assert await store.begin(before) == "stale"  # whoever fed it before does not go on
-    assert await store.feed(before, 0, "request", b"x") == "moved"
+    assert await store.feed(before, 0, Feed("request", b"x")) == "moved"
     assert await store.revive(batch_id, "feed") is not None
 
 
@@ -398,7 +398,7 @@ async def test_lines_in_flight_of_a_batch_that_was_given_up_end_without_a_trace(
     batch_id = await submit(store, first)
     await in_state(store, batch_id, "in_progress", total=3, feed_nonce="mine")
     for index in range(3):
-        await store.feed(StepTurn(batch_id, "feed", 0, "mine"), index, "request", str(index).encode())
+        await store.feed(StepTurn(batch_id, "feed", 0, "mine"), index, Feed("request", str(index).encode()))
     terminal = pack(Terminal(finish_reason="stop"))
     over = await take_one(stage, "tokenizer")
     effects = (Finish(terminal, "finished"),)

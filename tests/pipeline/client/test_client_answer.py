@@ -123,8 +123,10 @@ class Flaky(MemoryTransport):
 
     lost = 0
 
-    async def admit(self, request_id: str, priority: object, payload: bytes, attempt: int = 0) -> Admission:
-        reply = await super().admit(request_id, "batch", payload, attempt)
+    async def admit(
+        self, request_id: str, priority: object, payload: bytes, attempt: int = 0, timeout_s: float | None = None
+    ) -> Admission:
+        reply = await super().admit(request_id, "batch", payload, attempt, timeout_s)
         if self.lost == 0:
             self.lost += 1
             raise ServerUnreachable("memory", "no answer")

@@ -47,6 +47,19 @@ async def test_chat_of_plain_dictionaries_reaches_the_queue(client: Client, stag
     assert request.priority == "batch"
 
 
+async def test_time_limit_begins_when_the_queue_has_the_request(client: Client, raw_redis: Redis) -> None:
+    await client.enqueue("hello", model="tiny", request_id="limited", time_limit_s=60, timeout_s=1)
+    await client.enqueue("hello", model="tiny", request_id="unlimited", timeout_s=1)
+    asks = [make_ask("hello", model="tiny", request_id="of-many", time_limit_s=600)]
+    assert [submitted.request_id async for submitted in client.enqueue_many(asks)] == ["of-many"]
+    seconds, micros = await raw_redis.time()
+    deadlines = dict(await raw_redis.zrange(client.keys.deadlines(), 0, -1, withscores=True))
+    left_s = {name.decode(): deadline / 1000 - seconds - micros / 1e6 for name, deadline in deadlines.items()}
+    assert left_s.keys() == {"limited", "of-many"}
+    assert 30 < left_s["limited"] <= 60
+    assert 570 < left_s["of-many"] <= 600
+
+
 async def test_missing_seeds_are_drawn_and_told(client: Client, stage: Transport) -> None:
     submitted = [await client.enqueue("hello", model="tiny") for _ in range(3)]
     assert [request.params.seed for request in await requests(stage, 3)] == [one.seed for one in submitted]
@@ -92,6 +105,10 @@ CHAT = [{"role": "user", "content": "hi"}]
         ({"prompt": "a", "timeout_s": float("nan")}, "timeout_s", "number of seconds from 0 on, got nan"),
         ({"prompt": "a", "timeout_s": -1}, "timeout_s", "number of seconds from 0 on, got -1"),
         ({"prompt": "a", "timeout_s": "5"}, "timeout_s", "number of seconds from 0 on, got '5'"),
+        ({"prompt": "a", "time_limit_s": 0}, "time_limit_s", "above 0, at most 86400, got 0"),
+        ({"prompt": "a", "time_limit_s": float("nan")}, "time_limit_s", "above 0, at most 86400, got nan"),
+        ({"prompt": "a", "time_limit_s": 1e9}, "time_limit_s", "above 0, at most 86400, got 1000000000"),
+        ({"prompt": "a", "time_limit_s": "5"}, "time_limit_s", "above 0, at most 86400, got '5'"),
         ({"prompt": "a", "priority": "urgent"}, "priority", "interactive or batch"),
         ({"prompt": "a", "request_id": "a b"}, "request_id", "1 to 200 letters"),
         ({"prompt": "a", "request_id": "batch_1"}, "request_id", "ids of batches"),

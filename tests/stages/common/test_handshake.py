@@ -1,10 +1,17 @@
 """The handshake: processes that would compute other bits do not work side by side."""
 
+import msgpack
 import pytest
 
 from pipeline.memory import MemoryQueues, MemoryTransport
-from pipeline.transport import TransportOptions
-from stages.common.handshake import REGISTRATION_TTL_S, FingerprintMismatch, Registration
+from pipeline.transport import Process, TransportOptions
+from stages.common.handshake import (
+    REGISTRATION_TTL_S,
+    Announcement,
+    FingerprintMismatch,
+    Registration,
+    read_announcement,
+)
 from tests.stages.line import ManualClock
 
 PARTS = {"model": "m1", "codec": "fp8_e4m3", "layout": "l1"}
@@ -63,3 +70,20 @@ async def test_a_registration_that_says_nothing_known_is_no_obstacle(info: bytes
     other = MemoryTransport(stack.queues, TransportOptions("other"))
     await other.register("gateway", info, REGISTRATION_TTL_S)
     await stack.announce("decode", "a", PARTS)
+
+
+@pytest.mark.parametrize(
+    "info", [b"", b"\x80", b"\x93\x01\x02\x03", b"\xc1", msgpack.packb({"pool": 7, "slots": "many"})]
+)
+def test_what_is_no_announcement_of_ours_says_nothing(info: bytes) -> None:
+    assert read_announcement(Process("decode", "a", info)) == Announcement()
+
+
+async def test_an_announcement_says_where_a_process_is_and_how_much_it_takes() -> None:
+    stack = Stack()
+    transport = MemoryTransport(stack.queues, TransportOptions("a"))
+    await Registration(transport, "decode", PARTS, "pool-1", capacity={"slots": 16, "pages": 640}).announce()
+    await Registration(transport, "tokenizer", {}).announce()
+    decode, tokenizer = await transport.processes()
+    assert read_announcement(decode) == Announcement(PARTS, "pool-1", slots=16, pages=640)
+    assert read_announcement(tokenizer) == Announcement()

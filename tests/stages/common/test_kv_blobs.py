@@ -12,7 +12,7 @@ from kv_store.layout import KvLayout
 from kv_store.packing import PageArrays, pack, pages_of
 from kv_store.pool import FilePool
 from stages.common.chunking import chunks_of
-from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat, release_all
+from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat, owner_in, owner_of, release_all
 from stages.engine.kv_cache import PagedKvCache
 from tests.stages.damage import DAMAGES, Damage
 
@@ -113,3 +113,11 @@ def test_all_blobs_of_a_request_are_released_and_no_others(pool: FilePool) -> No
 def test_request_ids_of_any_characters_make_names(pool: FilePool) -> None:
     FORMAT.write_raw(pool, some_chunk("A.b:c-" * 30), some_pages())
     assert pool.usage().num_blobs == 1
+
+
+def test_the_name_of_a_blob_says_whose_it_is(pool: FilePool) -> None:
+    chunk = dataclasses.replace(some_chunk("batch_1-7:x"), attempt=12)
+    for ref in (FORMAT.write_raw(pool, chunk, some_pages()), FORMAT.write_sealed(pool, chunk, some_pages(), "none")):
+        assert owner_in(ref.name) == owner_of("batch_1-7:x", 12)
+    assert owner_of("batch_1-7:x", 1) not in ref.name
+    assert owner_in("kv_of_nobody_1") is None

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ops.chaos.tiny_model import write_tiny_llama
 from stages.common.output_text import OutputText
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
-from tests.ops.tiny_llama import write_tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,14 @@
 """The compressor: raw chunks in, sealed ones out, and every blob with exactly one owner on the way."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from kv_store.blob import BlobKind, BlobMeta
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
-from pipeline import wire
+from pipeline import faults, wire
 from pipeline.keys import MAX_DELIVERIES
 from pipeline.messages import RawChunk, SealedChunk
 from pipeline.transport import Outcome
@@ -98,7 +99,7 @@ async def test_chunks_of_a_request_that_has_gone_are_freed_the_sealed_ones_too(l
 
     async with line.process("compressor", hold=last_chunk) as compressor:
         await soon(compressor.transport.holding.wait())
-        del line.queues.broker._requests["r"]
+        line.forget("r")
         compressor.transport.go_on.set()
         await holds(lambda: line.num_entries("compressor") == 0)
     assert [outcome for _, outcome in compressor.transport.committed] == [Outcome.OK, Outcome.OK, Outcome.GONE]
@@ -134,22 +135,13 @@ async def test_a_compressor_killed_before_its_commit_changes_nothing(line: Line)
     line.assert_nothing_left()
 
 
-async def test_a_full_pool_always_leaves_room_to_seal(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_pool_always_leaves_room_to_seal(line: Line) -> None:
     """Raw chunks alone must not fill the pool: then nothing could be sealed, and nothing be freed."""
-    free_bytes, num_looks = line.pool.free_bytes, 0
-
-    def counting() -> int:
-        nonlocal num_looks
-        num_looks += 1
-        return free_bytes()
-
-    monkeypatch.setattr(line.pool, "free_bytes", counting)
-    line.pool.quota_bytes = 50_000  # not enough for all four, raw
+    line.pool.quota_bytes = 50_000  # not enough for all four
     messages = [await line.submit(f"r{n}", prompt_of(2 * CHUNK_TOKENS, n), 3) for n in range(4)]
-    async with line.running("prefill"):
+    async with line.process("prefill") as prefill:
         await holds(lambda: line.pool.usage().num_blobs >= 2)
-        num_looks = 0
-        await holds(lambda: num_looks > 5)  # prefill waits for room
+        await holds(lambda: prefill.transport.num_refused_credits > 5)  # it waits for room
         async with line.process("compressor") as compressor, line.running("decode"):
             answers = [await line.answer(message.request_id) for message in messages]
     assert [answer.result for answer in answers] == [result_alone(line, message) for message in messages]
@@ -167,12 +159,95 @@ async def test_an_unreadable_entry_is_buried_and_others_are_served(line: Line) -
     line.assert_nothing_left()
 
 
-async def test_a_chunk_that_ended_every_compressor_fails_its_request(line: Line) -> None:
-    await prefilled(line, prompt_of(5))
-    for _ in range(MAX_DELIVERIES):
-        await line.transport("crashing").receive("compressor", 1, 1)
-        line.clock.end_leases()
+async def test_a_chunk_that_ended_every_compressor_costs_time_and_no_token(line: Line) -> None:
+    prompt = prompt_of(2 * CHUNK_TOKENS + 5)
+    await prefilled(line, prompt, temperature=0.8)
+    raw = [wire.unpack(payload, RawChunk) for payload in raw_payloads(line)]
+    await wear_out(line, num_entries=1)
+    async with line.process("compressor") as compressor:
+        await holds(lambda: line.num_entries("compressor") == 0)
+    assert [outcome for _, outcome in compressor.transport.committed] == [Outcome.OK] * 3
+    sealed = await sealed_chunks(line)
+    assert sealed[0].ref == raw[0].ref  # never touched again
+    assert line.pool.names() == sorted(chunk.ref.name for chunk in sealed[1:])
+    await assert_same_as_unharmed(line, prompt)
+
+
+async def test_a_pool_that_stays_full_costs_time_and_no_token(line: Line) -> None:
+    prompt = prompt_of(5)
+    await prefilled(line, prompt, temperature=0.8)
+    [payload] = raw_payloads(line)
+    ballast = line.fill_pool()
+    async with line.process("compressor") as compressor:
+        for tries in range(1, MAX_DELIVERIES + 1):
+            await holds(lambda tries=tries: tries_of(line) == [tries] or not line.num_entries("compressor"))
+            line.clock.end_leases()
+        await holds(lambda: line.num_entries("compressor") == 0)
+    [(transaction, outcome)] = compressor.transport.committed
+    assert (transaction.delivery.tries, outcome) == (MAX_DELIVERIES, Outcome.OK)
+    assert [chunk.ref for chunk in await sealed_chunks(line)] == [wire.unpack(payload, RawChunk).ref]
+    assert line.pool.names() == [ballast.name]
+    line.pool.release(ballast.name)
+    await assert_same_as_unharmed(line, prompt)
+
+
+async def test_an_unreadable_entry_that_ended_every_compressor_is_buried(line: Line) -> None:
+    await line.append("compressor", b"\xc1 not msgpack")
+    await wear_out(line, num_entries=1)
     async with line.running("compressor"):
+        await holds(lambda: line.num_entries("compressor") == 0)
+    [reason] = line.dead_letters("compressor")
+    assert reason.startswith("too_many_tries: ")
+
+
+async def test_giving_a_chunk_up_that_another_has_by_now_leaves_the_raw_blob_to_it(line: Line) -> None:
+    await prefilled(line, prompt_of(5))
+    await wear_out(line, num_entries=1)
+    async with line.process("compressor", hold=lambda _: True) as slow:
+        await soon(slow.transport.holding.wait())
+        line.clock.end_leases()
+        [taken] = await line.transport("other").receive("compressor", 1, 1)
+        slow.transport.go_on.set()
+        await holds(lambda: [outcome for _, outcome in slow.transport.committed] == [Outcome.FENCED])
+    assert line.pool.names() == [wire.unpack(taken.payload, RawChunk).ref.name]
+
+
+async def test_a_compressor_that_fails_between_blob_and_commit_seals_the_chunk_again(
+    line: Line, tmp_path: Path
+) -> None:
+    prompt = prompt_of(5)
+    await prefilled(line, prompt, temperature=0.8)
+    faults.configure("compressor.sealed=fail", tmp_path / "faults")
+    try:
+        async with line.running("compressor"):
+            await holds(lambda: bool(faults.struck(tmp_path / "faults", "compressor.sealed")))
+            line.clock.end_leases()
+            await holds(lambda: line.num_entries("decode") == 1)
+    finally:
+        faults.configure(None, None)
+    [sealed] = await sealed_chunks(line)
+    assert len(line.pool.names()) == 2  # the first one's blob has no reference, and goes with the request
+    assert sealed.ref.name in line.pool.names()
+    await assert_same_as_unharmed(line, prompt)
+
+
+async def wear_out(line: Line, num_entries: int) -> None:
+    """Deliver the first entries so often that they are poison, each time to somebody who dies of them."""
+    for _ in range(MAX_DELIVERIES):
+        assert len(await line.transport("crashing").receive("compressor", num_entries, 1)) == num_entries
+        line.clock.end_leases()
+
+
+async def assert_same_as_unharmed(line: Line, prompt: list[int]) -> None:
+    message = await line.submit("unharmed", prompt, 4, temperature=0.8)
+    async with line.running("prefill", "compressor", "decode"):
         answer = await line.answer("r")
-    assert (answer.failure.stage, answer.failure.code) == ("compressor", "too_many_tries")
-    assert len(line.dead_letters("compressor")) == 1
+        assert answer.result == (await line.answer("unharmed")).result == result_alone(line, message)
+    assert line.dead_letters("compressor") == []
+    line.assert_nothing_left()
+
+
+def tries_of(line: Line) -> list[int]:
+    """How often each entry of the compressor was delivered."""
+    streams = line.queues.broker.streams
+    return [entry.tries for name in streams if ":compressor:" in name for entry in streams[name].values()]

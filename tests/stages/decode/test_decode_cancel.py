@@ -4,6 +4,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.transport import Transaction
+from stages.common.kv_blobs import owner_of
 from stages.decode import stage as decode_stage
 from tests.stages.alone import prompt_of, result_alone
 from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
@@ -11,6 +12,10 @@ from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
 
 def emits(transaction: Transaction) -> bool:
     return bool(transaction.effects)
+
+
+def blobs_of(line: Line, request_id: str) -> list[str]:
+    return [name for name in line.pool.names() if owner_of(request_id, 0) in name]
 
 
 async def at_decodes_door(line: Line, num_entries: int) -> None:
@@ -29,7 +34,7 @@ async def test_a_request_cancelled_while_it_waits_for_pages_makes_way_at_once(li
             await holds(lambda: "waiting" in decode.transport.asked)
             await line.cancel("waiting")
             # The one that runs has all pages and is held in mid-request.
-            await holds(lambda: line.num_entries("decode") == 1 and line.pool.names() == [])
+            await holds(lambda: line.num_entries("decode") == 1 and blobs_of(line, "waiting") == [])
             decode.transport.go_on.set()
             assert (await line.answer("running")).result == result_alone(line, running)
     assert (await line.answer("waiting")).terminal.finish_reason == "cancelled"

@@ -4,6 +4,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline import wire
+from pipeline.counters import KV_DAMAGED, KV_MISSING, KV_RECOMPUTED_TOKENS
 from pipeline.keys import MAX_DELIVERIES
 from pipeline.messages import Delta, SealedChunk
 from pipeline.transport import Emit, Transaction
@@ -44,9 +45,15 @@ async def test_a_blob_that_cannot_be_used_is_computed_again(line: Line, damage: 
         async with line.running("decode"):
             answer = await line.answer("r")
     assert answer.result == result_alone(line, message)
-    first_bad = min(chunk, other) if damage is swap else chunk
-    recomputed = [entry["num_tokens"] for entry in logs if entry["event"] == "kv_recomputed"]
-    assert recomputed == [NUM_TOKENS - first_bad * CHUNK_TOKENS]
+    bad = {chunk, other} if damage is swap else {chunk}
+    num_bad_tokens = sum(min(CHUNK_TOKENS, NUM_TOKENS - index * CHUNK_TOKENS) for index in bad)
+    assert [entry["num_tokens"] for entry in logs if entry["event"] == "kv_recomputed"] == [num_bad_tokens]
+    usage = answer.terminal.usage
+    assert usage is not None
+    assert usage.recomputed_tokens == num_bad_tokens
+    counted = line.counters.take()
+    assert counted.get(KV_MISSING, 0) + counted.get(KV_DAMAGED, 0) == len(bad)
+    assert counted[KV_RECOMPUTED_TOKENS] == num_bad_tokens
     line.assert_nothing_left()
 
 

@@ -89,7 +89,7 @@ class JobsBench:
         transport = await open_transport(self.settings, pool_id=POOL)
         try:
             yield Jobs(
-                store=BatchStore(client, "test", self.keys),
+                store=BatchStore(client, "test", self.keys, strict=self.settings.durability == "strict"),
                 scheduler=BatchScheduler(scheduling, "test", self.keys),
                 transport=transport,
                 names=TokenNames(self.directory / "no-model"),

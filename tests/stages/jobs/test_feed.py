@@ -4,13 +4,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from pipeline.batch.store import line_request_id
 from pipeline.connect import open_transport
 from pipeline.messages import GenerateRequest
+from pipeline.settings import Settings
 from pipeline.wire import unpack
 from stages.jobs import feed
 from tests.pipeline.benches import take
+from tests.servers import ServerOptions, server_of_its_own
 from tests.stages.jobs.bench import POOL, JobsBench, chat, ids_in, write_lines
 
 
@@ -113,3 +116,32 @@ async def test_drafts_can_be_turned_off_for_all_lines(bench: JobsBench, tmp_path
         assert unpack(delivery.payload, GenerateRequest).speculate is False
         await bench.store.cancel(batch_id)
     await transport.close()
+
+
+async def test_a_line_with_a_time_limit_is_given_it_when_it_is_fed(bench: JobsBench, tmp_path: Path) -> None:
+    lines = [chat("one", timeout_s=60), chat("two")]
+    batch_id = await bench.submit(write_lines(tmp_path / "in.jsonl", lines))
+    async with bench.working():
+        await bench.sees(batch_id, lambda record: record.cursor == 2)
+        [(request_id, deadline_ms)] = await bench.raw.zrange(bench.keys.deadlines(), 0, -1, withscores=True)
+        seconds, _ = await bench.raw.time()
+        assert request_id.decode() == line_request_id(batch_id, 0)
+        assert 30 < deadline_ms / 1000 - seconds <= 61
+        await bench.store.cancel(batch_id)
+        await bench.ended(batch_id)
+    assert await bench.raw.exists(bench.keys.deadlines()) == 0
+
+
+async def test_lines_that_are_to_be_on_the_disk_wait_for_it_a_page_at_a_time(tmp_path: Path) -> None:
+    num_lines = 3 * feed.PAGE
+    with server_of_its_own("valkey", ServerOptions(appendonly="yes", appendfsync="everysec")) as server:
+        settings = Settings(redis_url=server.url, durability="strict")
+        async with Redis.from_url(server.url, protocol=2) as raw, JobsBench(settings, tmp_path, raw) as bench:
+            source = write_lines(tmp_path / "in.jsonl", [chat(str(number)) for number in range(num_lines)])
+            batch_id = await bench.submit(source, window=num_lines)
+            async with bench.working():
+                await bench.sees(batch_id, lambda record: record.cursor == num_lines)
+                waits = (await raw.info("commandstats"))["cmdstat_waitaof"]["calls"]
+                async with bench.answering():
+                    assert (await bench.ended(batch_id)).succeeded == num_lines
+    assert num_lines // feed.PAGE <= waits < num_lines // 4

@@ -1,9 +1,7 @@
 """Prefill and requests that are cancelled before they are computed: they block nobody and leave no blob."""
 
-import pytest
-
+from pipeline.memory_broker import Credit
 from pipeline.transport import Emit, Transaction
-from stages.prefill import stage as prefill_stage
 from stages.prefill.handover import Handover
 from tests.stages.alone import prompt_of, result_alone
 from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
@@ -13,26 +11,23 @@ def emits(transaction: Transaction) -> bool:
     return any(isinstance(effect, Emit) for effect in transaction.effects)
 
 
-def bytes_for(line: Line, num_prompt_tokens: int) -> int:
+def bytes_for(line: Line, num_tokens: int) -> int:
     with line.engine(1) as engine:
         handover = Handover(engine, line.pool, chunk_tokens=CHUNK_TOKENS, seal=False, compression="none")
-        return handover.bytes_for(num_prompt_tokens)
+        return handover.bytes_for(num_tokens)
 
 
-async def test_a_prompt_cancelled_while_it_waits_for_room_in_the_pool_makes_way_for_others(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefill_stage, "_ASK_S", 0.05)
-    ballast = line.fill_pool(left_bytes=bytes_for(line, 2 * CHUNK_TOKENS))
+async def test_a_prompt_cancelled_while_it_waits_for_credit_makes_way_for_others(line: Line) -> None:
+    left_bytes = bytes_for(line, 2 * CHUNK_TOKENS)
+    line.queues.broker.credits[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - left_bytes)}
     await line.submit("large", prompt_of(4 * CHUNK_TOKENS), 4)
     message = await line.submit("small", prompt_of(5), 3)
     async with line.process("prefill") as prefill, line.running("compressor", "decode"):
         await holds(lambda: "large" in prefill.transport.asked)
         await line.cancel("large")
         assert (await line.answer("small")).result == result_alone(line, message)
-        assert ballast.name in line.pool.names()
         assert {transaction.request_id for transaction, _ in prefill.transport.committed} == {"small"}
-    line.pool.release(ballast.name)
+    line.queues.broker.drop_credit("other")
     line.assert_nothing_left()
 
 

@@ -7,12 +7,13 @@ from kv_store.errors import InvalidValue
 from kv_store.packing import pack, pages_of
 from pipeline import wire
 from pipeline.keys import MAX_DELIVERIES
+from pipeline.memory_broker import Credit
 from pipeline.messages import PrefilledPrompt, RawChunk
 from pipeline.transport import Emit, Finish, Outcome, Plan, Publish, Transaction
-from stages.prefill import handover
+from stages.prefill import handover, room
 from stages.prefill.handover import Handover
-from tests.stages.alone import packed_alone, prompt_of, result_alone
-from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
+from tests.stages.alone import ascii_only, packed_alone, prompt_of, result_alone
+from tests.stages.line import CHUNK_TOKENS, NUM_PAGES, Line, holds, soon
 
 LENGTHS = [1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS + 1]
 ALL = ("prefill", "compressor", "decode")
@@ -96,13 +97,14 @@ async def test_token_0_comes_once_with_the_plan(line: Line) -> None:
 @pytest.mark.parametrize("why", ["eos", "stop"])
 async def test_a_request_that_ends_with_token_0_never_reaches_decode_and_leaves_no_blob(line: Line, why: str) -> None:
     prompt = prompt_of(2 * CHUNK_TOKENS + 1)
-    first = result_alone(line, await line.submit("probe", prompt, 1))[0]
+    printable = {"logit_bias": ascii_only()}  # which token it is depends on the processor; half a character would wait
+    first = result_alone(line, await line.submit("probe", prompt, 1, **printable))[0]
     line.forget("probe")
     assert isinstance(first, tuple)
     stop = [line.tokenizer.decode(first)] if why == "stop" else []
     if why == "eos":
         line.end_text_with(first[0])
-    await line.submit("r", prompt, 8, stop=stop)
+    await line.submit("r", prompt, 8, stop=stop, **printable)
     async with line.running("compressor"), line.process("prefill", hold=emits) as prefill:
         await soon(prefill.transport.holding.wait())
         # Sealed before the end, so that no later commit of theirs is told that the request has gone.
@@ -128,24 +130,70 @@ async def test_a_request_for_one_token_sends_no_chunk_at_all(line: Line, num_tok
 
 async def test_prefill_pauses_while_decode_has_enough(line: Line) -> None:
     line.max_decode_queue = 1
-    await line.append("decode", b"someone's work")
+    line.queues.broker.credits[line.pool.pool_id] = {"other": Credit(0, 1)}
     await line.submit("r", prompt_of(3), 4)
     async with line.process("prefill") as prefill:
-        await holds(lambda: prefill.transport.num_looks > 10)
+        await holds(lambda: prefill.transport.num_refused_credits > 3)
         assert prefill.transport.committed == []
         assert plan_of(line, "r") is None
-        line.queues.broker.streams = {k: v for k, v in line.queues.broker.streams.items() if ":decode:" not in k}
+        line.queues.broker.drop_credit("other")
         await holds(lambda: plan_of(line, "r") is not None)
 
 
-async def test_prefill_pauses_while_the_pool_is_full(line: Line) -> None:
-    ballast = line.fill_pool()
+async def test_prefill_begins_nothing_while_no_decode_process_is_there(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "ASK_S", 0.05)
+    line.announce_decode(slots=0)
+    await line.submit("ends-with-token-0", prompt_of(3), 1)
     await line.submit("r", prompt_of(3), 4)
     async with line.process("prefill") as prefill:
-        await holds(lambda: prefill.transport.num_looks > 10)
+        await holds(lambda: prefill.transport.num_refused_credits > 3)
         assert plan_of(line, "r") is None
-        line.pool.release(ballast.name)
+        line.announce_decode(slots=1)
         await holds(lambda: plan_of(line, "r") is not None)
+    await line.answer("ends-with-token-0")
+
+
+async def test_prefill_pauses_while_the_bytes_of_the_pool_are_promised(line: Line) -> None:
+    line.queues.broker.credits[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - 1)}
+    await line.submit("r", prompt_of(3), 4)
+    async with line.process("prefill") as prefill:
+        await holds(lambda: prefill.transport.num_refused_credits > 3)
+        assert plan_of(line, "r") is None
+        line.queues.broker.drop_credit("other")
+        await holds(lambda: plan_of(line, "r") is not None)
+
+
+async def test_a_credit_lasts_until_the_request_ends_and_covers_all_of_its_kv(line: Line) -> None:
+    message = await line.submit("r", prompt_of(CHUNK_TOKENS + 1), 2 * CHUNK_TOKENS)
+    seen: list[tuple[int, int]] = []
+
+    def watch(transaction: Transaction) -> bool:
+        [credit] = line.queues.broker.credits[line.pool.pool_id].values()
+        seen.append((line.pool.usage().used_bytes, credit.num_bytes))
+        return False
+
+    async with line.running("prefill", "compressor"), line.process("decode", hold=watch):
+        assert (await line.answer("r")).result == result_alone(line, message)
+    assert len({promised for _, promised in seen}) == 1
+    assert 0 < max(used for used, _ in seen) <= seen[0][1]
+    line.assert_nothing_left()
+
+
+async def test_a_batch_prompt_that_waits_for_credit_lets_an_interactive_one_pass(line: Line) -> None:
+    with line.engine(1) as engine:
+        page_bytes = sum(buffer.nbytes for buffer in engine.cache.page(0).buffers())
+    line.queues.broker.credits[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - 4 * page_bytes)}
+    await line.submit("large", prompt_of(8 * CHUNK_TOKENS), 4)
+    async with line.running("compressor", "decode"), line.process("prefill") as prefill:
+        await holds(lambda: prefill.transport.num_refused_credits > 3)
+        small = await line.submit("small", prompt_of(5), 3, priority="interactive")
+        assert (await line.answer("small")).result == result_alone(line, small)
+        await line.cancel("large")
+        await holds(lambda: line.num_entries("prefill") == 0)
+    line.queues.broker.drop_credit("other")
+    line.assert_nothing_left()
 
 
 async def test_a_prompt_that_the_pool_could_never_hold_fails_at_once(line: Line) -> None:
@@ -181,7 +229,7 @@ async def test_chunks_of_a_request_that_has_gone_are_released(line: Line) -> Non
     await line.submit("r", prompt_of(2 * CHUNK_TOKENS + 1), 4)
     async with line.process("prefill", hold=publishes) as prefill:
         await soon(prefill.transport.holding.wait())
-        del line.queues.broker._requests["r"]
+        line.forget("r")
         prefill.transport.go_on.set()
         await holds(lambda: line.num_entries("prefill") == 0 and not line.pool.names())
     assert {outcome for _, outcome in prefill.transport.committed} <= {Outcome.GONE, Outcome.ALREADY}

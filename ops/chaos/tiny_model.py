@@ -1,4 +1,7 @@
-"""A whole Llama model of random weights in a few kilobytes: it computes, and its vocabulary is the 256 bytes."""
+"""A whole Llama model of random weights in a few kilobytes: it computes, and its vocabulary is the 256 bytes.
+
+A real GGUF file that every stage reads as any other. Knows nothing about who uses it: `sluice chaos`, and tests.
+"""
 
 from pathlib import Path
 
@@ -13,15 +16,15 @@ HEAD_DIM = HIDDEN // HEADS
 TOKENS = [*sorted(BYTE_OF, key=BYTE_OF.__getitem__), "ab"]
 
 
-def write_tiny_llama(path: Path, seed: int = 0, chat_template: str | None = None) -> Path:
+def write_tiny_llama(path: Path, seed: int = 0, chat_template: str | None = None, num_layers: int = LAYERS) -> Path:
     """Write the model; another seed gives other weights. Without a template it only continues plain prompts."""
     generator = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
-    _add_shape(writer)
+    _add_shape(writer, num_layers)
     _add_vocabulary(writer)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
-    for name, shape in _shapes().items():
+    for name, shape in _shapes(num_layers).items():
         tensor = generator.normal(0, 1 / np.sqrt(shape[-1]), shape) if len(shape) > 1 else np.ones(shape)
         writer.add_tensor(f"{name}.weight", tensor.astype(np.float32))
     writer.write_header_to_file()
@@ -31,8 +34,8 @@ def write_tiny_llama(path: Path, seed: int = 0, chat_template: str | None = None
     return path
 
 
-def _add_shape(writer: gguf.GGUFWriter) -> None:
-    writer.add_block_count(LAYERS)
+def _add_shape(writer: gguf.GGUFWriter, num_layers: int) -> None:
+    writer.add_block_count(num_layers)
     writer.add_context_length(1024)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FEED_FORWARD)
@@ -49,9 +52,9 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_token_merges(["a b"])
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (len(TOKENS), HIDDEN), "output_norm": (HIDDEN,)}
-    for layer in range(LAYERS):
+    for layer in range(num_layers):
         shapes |= {
             f"blk.{layer}.attn_norm": (HIDDEN,),
             f"blk.{layer}.attn_q": (HIDDEN, HIDDEN),

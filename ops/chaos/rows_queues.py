@@ -1,0 +1,170 @@
+"""Rows about the queues: batches under fire, a message that kills whoever takes it, and what is no message."""
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from kv_store.pool import FilePool
+from ops.chaos.asks import SAMPLED_TEMPERATURE, long_answers
+from ops.chaos.lab import Lab, Trial
+from ops.chaos.processes import pids_of, ready_pids
+from ops.chaos.row import Row
+from pipeline.batch.options import served_name
+from pipeline.client.batches import Batches
+from pipeline.keys import MAX_DELIVERIES, POOLED_STAGES, STAGES
+from pipeline.wire import MAX_BYTES, SCHEMA_VERSION
+
+NUM_LINES, LONG_NUM_LINES = 500, 20_000
+KILL_EVERY_S, LONG_KILLING_S = 2.0, 120.0
+KILLING_S = 15.0
+NUM_COMPARED = 24
+NUM_BESIDES = 6
+HUGE_BYTES = 100 * 1024**2
+
+
+async def f6(lab: Lab) -> None:
+    """Random stages are killed while a batch runs."""
+    num_lines = LONG_NUM_LINES if lab.long else NUM_LINES
+    killing_s = LONG_KILLING_S if lab.long else KILLING_S
+    asks = [_line_ask(lab, index) for index in range(NUM_COMPARED)]
+    expected = await lab.expected(asks)
+    async with lab.trial() as trial:
+        source, target = trial.settings.home / "in.jsonl", trial.settings.home / "out.jsonl"
+        await asyncio.to_thread(_write_lines, lab, source, num_lines)
+        async with Batches(trial.stack.transport, trial.settings) as batches:
+            killing = asyncio.create_task(_kill_at_random(trial, killing_s))
+            began_at = time.monotonic()
+            await trial.stack.watched(batches.run(source, target, model=trial.settings.model))
+            wall_s = time.monotonic() - began_at
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
+        records = [json.loads(line) for line in target.read_text("utf-8").splitlines()]
+        names = [record["custom_id"] for record in records]
+        lab.note(f"{len(set(names))} of {num_lines} lines in {wall_s:.0f} s, {len(trial.deaths.all)} processes killed")
+        lab.require(len(names) == len(set(names)), f"{len(names) - len(set(names))} lines came out twice")
+        lab.require(len(set(names)) == num_lines, f"{num_lines - len(set(names))} lines are missing")
+        lab.require(trial.deaths.all, "nobody was killed")
+        by_name = {record["custom_id"]: record for record in records}
+        for index, output in enumerate(expected):
+            choice = by_name[f"line-{index}"]["response"]["body"]["choices"][0]
+            lab.require(tuple(choice["token_ids"]) == output.token_ids, f"line-{index} has other tokens")
+        await trial.judge_remains()
+
+
+async def f21(lab: Lab) -> None:
+    """A message takes down every process that has it; others wait right behind it."""
+    besides = long_answers(lab, NUM_BESIDES, 40)
+    [poison] = [lab.ask("a prompt that nobody survives", 20)]
+    await lab.expected(besides)
+    for stage in ("tokenizer", "prefill", "decode"):
+        async with lab.trial(fault=f"{stage}.claimed=killx{MAX_DELIVERIES}") as trial:
+            trial.mark()
+            pid = pids_of(trial.stack)[stage]
+            trial.stopped.stop(pid)  # so that all of them lie there when it goes on, the poison first
+            [poisoned] = trial.send([poison])
+            await trial.accepted([poisoned])
+            if stage != "tokenizer":
+                await _arrived(trial, stage, 1)
+            sent = trial.send(besides)
+            await trial.accepted(sent)
+            if stage != "tokenizer":
+                await _arrived(trial, stage, 1 + len(sent))
+            trial.stopped.resume(pid)
+            await trial.ended([poisoned])
+            failure = poisoned.failure
+            code = None if failure is None else failure.code
+            lab.note(f"{stage}: {code} after {len(trial.deaths.all)} deaths")
+            lab.require(failure is not None, f"{stage}: the poison ended with {poisoned.terminals or poisoned.error}")
+            lab.require(await _num_dead(trial, stage) == 1, f"{stage}: {await _num_dead(trial, stage)} dead letters")
+            lab.require(
+                trial.num_struck(f"{stage}.claimed") == MAX_DELIVERIES, f"{stage}: it was not the poison's turn"
+            )
+            await trial.judge(sent, recovers=False)
+
+
+async def f34(lab: Lab) -> None:
+    """Entries that are no messages of ours lie in every stream, among real ones."""
+    asks = long_answers(lab, 4, 40)
+    await lab.expected(asks)
+    async with lab.trial() as trial:
+        trial.mark()
+        with FilePool.open(trial.settings.pool_dir, trial.settings.kv_pool_bytes) as pool:
+            pool_id = pool.pool_id
+        for stage in STAGES:
+            stream = trial.keys.stream(stage, "interactive", pool_id if stage in POOLED_STAGES else None)
+            for payload in _strange_payloads():
+                await trial.redis.xadd(stream, {"p": payload})
+            await trial.redis.xadd(stream, {"q": b"no payload at all"})
+        trial.send(asks)
+        await trial.judge(recovers=False)
+        wanted = 1 + sum(1 for _ in _strange_payloads())
+        for stage in STAGES:
+            num_dead = await _num_dead(trial, stage)
+            lab.require(num_dead == wanted, f"{stage} has {num_dead} dead letters and not {wanted}")
+        lab.note(f"{wanted} strange entries for each of {len(STAGES)} stages, one of {HUGE_BYTES >> 20} MiB")
+        lab.require(not trial.deaths.all, f"{[death.name for death in trial.deaths.all]} died")
+
+
+def _line_ask(lab: Lab, index: int) -> Any:
+    return lab.ask(f"line {index}", 8 + index % 8, seed=index, temperature=SAMPLED_TEMPERATURE * (index % 2))
+
+
+def _write_lines(lab: Lab, path: Path, number: int) -> None:
+    model = served_name(str(lab.models.served))
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(number):
+            ask = _line_ask(lab, index)
+            body = {
+                "model": model,
+                "prompt": ask.prompt,
+                "max_tokens": ask.params.max_tokens,
+                "seed": ask.params.seed,
+                "temperature": ask.params.temperature,
+            }
+            line = {"custom_id": f"line-{index}", "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+
+
+async def _kill_at_random(trial: Trial, for_s: float) -> None:
+    generator = random.Random(0)  # noqa: S311 - the same order each time, not a secret
+    ends_at = time.monotonic() + for_s
+    while time.monotonic() < ends_at:
+        await asyncio.sleep(generator.uniform(0.5, 1.5) * KILL_EVERY_S)
+        ready = sorted(name for name in ready_pids(trial.stack) if name in STAGES)
+        if ready:
+            trial.strike(generator.choice(ready), number=signal.SIGKILL)
+
+
+async def _arrived(trial: Trial, stage: str, number: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while await trial.queue_length(stage) < number:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{number} requests did not arrive at {stage}")
+        await asyncio.sleep(0.02)
+
+
+async def _num_dead(trial: Trial, stage: str) -> int:
+    return await trial.redis.xlen(trial.keys.dead(stage))
+
+
+def _strange_payloads() -> Iterator[bytes]:
+    yield b"\xc1 is never msgpack"
+    yield b""
+    yield msgpack.packb([SCHEMA_VERSION + 1, 0, b"\x80"]) or b""
+    yield msgpack.packb([SCHEMA_VERSION, 0, msgpack.packb({"kind": "nothing we know"})]) or b""
+    assert HUGE_BYTES > MAX_BYTES
+    yield bytes(HUGE_BYTES)
+
+
+ROWS = [
+    Row("F6", "random stages killed while a batch runs", "every line once", f6),
+    Row("F21", "a message that kills whoever takes it", "dead letter and terminal error; others unaffected", f21),
+    Row("F34", "entries that are no messages, one of 100 MB", "dead letters; no crash loop", f34),
+]
