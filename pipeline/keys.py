@@ -48,7 +48,6 @@ POOLED_STAGES = frozenset({"compressor", "decode"})
 """Stages whose work refers to blobs of one pool."""
 
 
-
 def lanes_of(stage: str) -> tuple[Lane, ...]:
     """Return the queues of a stage, in the order in which they are served."""
     return (RETURNED, *PRIORITIES) if stage == "prefill" else PRIORITIES
@@ -57,6 +56,7 @@ def lanes_of(stage: str) -> tuple[Lane, ...]:
 LEASE_S = 10.0  # a killed process loses its work after this; renewed each third, so two renewals may fail
 SWEEPS_PER_LEASE = 4  # a lost item waits at most a quarter lease longer than it must
 HANG_LEASES = 6  # an engine that made no progress for this many leases is hung and loses its work
+SUSPECT_DELIVERIES = 2  # one that was delivered more often ended its processes, or was beside what did: it runs alone
 MAX_DELIVERIES = 5  # more crashes than a restart of everything explains: the item itself is the cause
 RESULT_TTL_S = 3600  # time to collect a result, or to resume reading it, after the terminal entry
 MAX_QUEUE = 10_000  # per priority and between the door and prefill: about 100 MB of long prompts

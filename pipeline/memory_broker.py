@@ -187,23 +187,22 @@ class MemoryBroker:
                     self.streams[transaction.delivery.stream][transaction.delivery.entry_id].tries = 1
                 case Finish():
                     self.end_request(transaction.request_id, request, effect, options)
-                case AddChunk(index, ref):
-                    if request.chunks.setdefault(index, ref) != ref:
-                        outcome = Outcome.DUPLICATE
-                    self._join(request, options)
-                case Plan():
-                    request.plan = request.plan or effect
-                    self._join(request, options)
-                case TakeCredit(num_bytes):
-                    self.drop_credit(transaction.request_id)
-                    self._credits(options)[transaction.request_id] = Credit(transaction.attempt, num_bytes)
-                case GiveCredit():
-                    self.drop_credit(transaction.request_id)
+                case AddChunk() | Plan():
+                    outcome = self._complete(request, effect, options) or outcome
+                case TakeCredit() | GiveCredit():
+                    self._change_credit(transaction, effect, options)
                 case Restart():
                     self._restart(transaction, request, effect)
                 case DeadLetter(reason):
                     self.bury(transaction.delivery, reason)
         return outcome
+
+    def _change_credit(
+        self, transaction: Transaction, effect: TakeCredit | GiveCredit, options: TransportOptions
+    ) -> None:
+        self.drop_credit(transaction.request_id)
+        if isinstance(effect, TakeCredit):
+            self._credits(options)[transaction.request_id] = Credit(transaction.attempt, effect.num_bytes)
 
     def _credits(self, options: TransportOptions) -> dict[str, Credit]:
         if options.pool_id is None:
@@ -236,6 +235,16 @@ class MemoryBroker:
         self.drop_credit(request_id)
         request.expires_at = self.monotonic() + options.result_ttl_s
         self.finished.append(FinishedRequest(request_id, end.terminal))
+
+    def _complete(self, request: Request, part: AddChunk | Plan, options: TransportOptions) -> Outcome | None:
+        """Note one part of what decode waits for, and hand it over with the last one."""
+        outcome = None
+        if isinstance(part, Plan):
+            request.plan = request.plan or part
+        elif request.chunks.setdefault(part.index, part.ref) != part.ref:
+            outcome = Outcome.DUPLICATE
+        self._join(request, options)
+        return outcome
 
     def _join(self, request: Request, options: TransportOptions) -> None:
         plan = request.plan

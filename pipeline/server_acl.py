@@ -24,7 +24,7 @@ RULE = (
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "{namespace}:*": (
-        *("DEL KEY", "EXISTS KEY", "EXPIRE KEY 1", "PERSIST KEY", "PEXPIRE KEY 1"),
+        *("DEL KEY", "EXISTS KEY", "EXPIRE KEY 1", "PERSIST KEY", "PEXPIRE KEY 1", "PTTL KEY"),
         *("GET KEY", "MGET KEY", "PSETEX KEY 1 v", "SET KEY v PX 1"),
         *("HDEL KEY f", "HEXISTS KEY f", "HGET KEY f", "HGETALL KEY", "HINCRBY KEY f 1", "HLEN KEY", "HMGET KEY f"),
         *("HSCAN KEY 0", "HSET KEY f v", "HSETNX KEY f v"),
@@ -35,7 +35,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         *("XGROUP CREATE KEY g 0", "XGROUP DELCONSUMER KEY g c", "XINFO CONSUMERS KEY g", "XINFO GROUPS KEY"),
         *("XINFO STREAM KEY", "XLEN KEY"),
         *("XPENDING KEY g", "XRANGE KEY - +", "XREAD STREAMS KEY 0-0", "XREADGROUP GROUP g c STREAMS KEY >"),
-        "XREVRANGE KEY + -",
+        *("XREVRANGE KEY + -", "XTRIM KEY MAXLEN 0"),
     ),
     # What arq keeps for a job; see keys.py.
     "arq:*:{namespace}:*": (

@@ -101,14 +101,14 @@ class Settings(BaseSettings):
         int,
         Field(
             ge=1,
-            description="Requests between prefill and their end in decode; never more than twice what decode has slots.",
+            description="Requests between prefill and their end in decode; at most twice what decode has slots.",
         ),
     ] = 64
     keep_kv: Annotated[
         bool,
         Field(
-            description="Keep a request's KV blobs until it ends, and add to them, so that whoever takes it over after a "
-            "crash need not compute it again."
+            description="Keep a request's KV blobs until it ends, and add to them, so that whoever takes it over need "
+            "not compute it again."
         ),
     ] = True
     log_level: Annotated[LogLevel, Field(description="Least severe event that is logged.")] = "info"

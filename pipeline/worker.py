@@ -11,12 +11,14 @@ what a stage does. Prefill and decode have loops of their own and use `is_poison
                       -> anything else: left to its lease, so that it is tried
                          again after a while, here or elsewhere; the last time -> give up
     stopping -> the item in work is finished, the others are handed back
+    tries > SUSPECT_DELIVERIES -> handled alone, the others are handed back
 
 give up = the stage may have a transaction for what it cannot do, which lets the request go on; else bury.
 bury = the request ends with a Failure, and the payload is kept as a dead letter, in one transaction.
 """
 
 import asyncio
+import traceback
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,7 +29,7 @@ from pipeline import faults, wire
 from pipeline.boundaries import CLAIMED, FINISHED
 from pipeline.clock import now_us
 from pipeline.errors import InvalidRequest, ServerError, SluiceError, StateDamaged, WireError
-from pipeline.keys import MAX_DELIVERIES
+from pipeline.keys import MAX_DELIVERIES, SUSPECT_DELIVERIES
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import Failure, Stamp, Terminal
 from pipeline.transport import DeadLetter, Delivery, Effect, Finish, Outcome, Transaction, Transport
@@ -122,7 +124,14 @@ class _Worker:
         self._stopping = stopping
 
     async def serve(self, deliveries: Sequence[Delivery]) -> None:
-        """Handle deliveries one after the other; on a stop, hand back those that were not begun."""
+        """Handle deliveries one after the other; on a stop, hand back those that were not begun.
+
+        One that may be what ended its processes is handled alone: if it is, its mates have lost no try by it.
+        """
+        suspect = next((delivery for delivery in deliveries if delivery.tries > SUSPECT_DELIVERIES), None)
+        if suspect is not None and len(deliveries) > 1:
+            await self._transport.hand_back([delivery for delivery in deliveries if delivery is not suspect])
+            deliveries = [suspect]
         for delivery in deliveries:
             self._leases.hold(delivery)
         try:
@@ -178,13 +187,20 @@ class _Worker:
         await self._stage.settled(transaction, outcome)
 
     async def _failed(self, delivery: Delivery, error: Exception) -> None:
-        log.error("handling_failed", entry_id=delivery.entry_id, tries=delivery.tries, exc_info=error)
         known = isinstance(error, SluiceError | KvStoreError)
+        # Of an unforeseen error not its text, which may hold a prompt; and where, without the values there.
+        problem = str(error) if known else "".join(traceback.format_tb(error.__traceback__)).strip()
+        log.error(
+            "handling_failed",
+            entry_id=delivery.entry_id,
+            tries=delivery.tries,
+            error=type(error).__name__,
+            problem=problem,
+        )
         if known and not error.retryable:
             code = error.code if isinstance(error, SluiceError) else "kv_store"
             await self._give_up(delivery, code, str(error))
         elif delivery.tries >= MAX_DELIVERIES:
-            # Only the type: the text of an unforeseen error may hold a prompt.
             message = f"failed {delivery.tries} times, last with {type(error).__name__}"
             await self._give_up(delivery, "stage_failed", message)
 

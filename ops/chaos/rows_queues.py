@@ -1,4 +1,4 @@
-"""Rows about the queues: batches under fire, a message that kills whoever takes it, and what is no message."""
+"""Rows about what lies in queues: batches under fire, a message that kills whoever takes it, and no message at all."""
 
 import asyncio
 import json

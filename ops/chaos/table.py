@@ -5,21 +5,34 @@ Owns the columns. Knows nothing about how rows are run.
 
 from collections.abc import Sequence
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from ops.chaos.row import RowResult
-from ops.measuring import markdown_table
+
+COLUMNS = ("row", "fault", "what happened", "verdict", "s")
 
 
-def table(results: Sequence[RowResult]) -> str:
-    """Return one line for each row, as Markdown."""
-    header = ("row", "fault", "what happened", "verdict", "s")
-    rows = [
-        (
-            result.id,
-            result.fault,
-            "; ".join((result.happened, *result.problems)),
-            result.verdict,
-            f"{result.wall_s:.0f}",
-        )
-        for result in results
-    ]
-    return markdown_table(header, rows)
+def table(results: Sequence[RowResult]) -> Table:
+    """Return a row for each result, for a terminal."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column(COLUMNS[0], no_wrap=True)
+    for name in COLUMNS[1:3]:
+        shown.add_column(name, overflow="fold")
+    shown.add_column(COLUMNS[3], no_wrap=True)
+    shown.add_column(COLUMNS[4], justify="right", no_wrap=True)
+    for result in results:
+        shown.add_row(*map(Text, _cells(result)))  # texts: brackets are no markup
+    return shown
+
+
+def markdown(results: Sequence[RowResult]) -> str:
+    """Return the same for a page."""
+    lines = [COLUMNS, ("---", "---", "---", "---", "--:"), *map(_cells, results)]
+    return "\n".join(f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _cells(result: RowResult) -> tuple[str, ...]:
+    happened = "; ".join(filter(None, (result.happened, *result.problems)))
+    return result.id, result.fault, happened, result.verdict, f"{result.wall_s:.0f}"

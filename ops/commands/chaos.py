@@ -10,7 +10,7 @@ import typer
 
 from ops.chaos.rows import chosen
 from ops.chaos.runner import ChaosOptions, run_rows
-from ops.chaos.table import table
+from ops.chaos.table import markdown, table
 from ops.commands.common import EXIT_FAILED, ModelOption, command_settings, execute, output_console
 from ops.measuring import checked_model
 from pipeline.errors import SluiceError
@@ -19,6 +19,7 @@ from pipeline.settings import Settings
 EXAMPLES = """\b
 Examples:
   sluice chaos F4 F20
+  sluice chaos > faults.md           (a table in Markdown where the output is no terminal)
   sluice chaos --long --json > chaos.jsonl
 """
 
@@ -53,8 +54,10 @@ async def _chaos(ids: list[str], model: str | None, keep_logs: Path | None, *, l
     if as_json:
         for result in results:
             print(json.dumps(dataclasses.asdict(result), ensure_ascii=False))
-    else:
+    elif sys.stdout.isatty():
         output_console().print(table(results))
+    else:
+        print(markdown(results))
     return EXIT_FAILED if any(result.verdict == "FAILED" for result in results) else 0
 
 

@@ -39,6 +39,8 @@ if kind == 'request' then
     redis.call('PERSIST', request)
     redis.call('PERSIST', results)
     redis.call('XADD', done, '*', 'line', cursor)
+  else
+    redis.call('HSET', request, 'batch', batch, 'line', cursor) -- a replayed one is nobody's line until now
   end
 elseif kind == 'refused' then
   redis.call('XADD', done, '*', 'line', cursor)

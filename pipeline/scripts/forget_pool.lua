@@ -6,7 +6,8 @@
 -- ARGV  pool, epoch in ms of its last sign of life as the caller knows it
 -- reply 1, or 0 if it stays
 local pools, credits, pool = KEYS[1], KEYS[2], ARGV[1]
-if tonumber(redis.call('ZSCORE', pools, pool) or '-1') ~= tonumber(ARGV[2]) then
+local seen_ms = redis.call('ZSCORE', pools, pool) -- none where it was forgotten a moment ago, and queues made again
+if seen_ms and tonumber(seen_ms) ~= tonumber(ARGV[2]) then
   return 0
 end
 for i = 3, #KEYS, 3 do

@@ -13,7 +13,7 @@ async def serve(settings: Settings) -> None:
     # Here and not above: numba and torch read their environment while they are imported, and run_stage sets it first.
     from stages.decode.admission import Admission
     from stages.decode.checkpoints import Checkpoints
-    from stages.decode.stage import DecodeStage
+    from stages.decode.stage import DecodeLimits, DecodeStage
     from stages.engine.engine import Engine
 
     model_path = resolve(settings.model, settings.home)
@@ -44,8 +44,7 @@ async def serve(settings: Settings) -> None:
                 admission,
                 Checkpoints(engine, pool, admission.format, compression),
                 process.counters,
-                max_num_seqs=settings.max_num_seqs,
-                num_speculative_tokens=settings.num_speculative_tokens,
+                DecodeLimits(settings.max_num_seqs, settings.num_speculative_tokens),
             )
             await stage.run(process.stopping)
 

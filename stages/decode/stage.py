@@ -11,6 +11,7 @@ pool and its tokens in the result stream.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -20,6 +21,7 @@ from pipeline.boundaries import FINISHED
 from pipeline.clock import monotonic_s, now_us
 from pipeline.counters import Counters
 from pipeline.errors import ServerError, StateDamaged
+from pipeline.keys import SUSPECT_DELIVERIES
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Outcome, Transaction, Transport
@@ -32,10 +34,17 @@ from stages.engine.engine import Engine
 log = structlog.get_logger("decode")
 
 DRAIN_S = 5.0  # most answers that are nearly done get done; a handed-over one costs less than a second
-SUSPECT_TRIES = 2  # whoever had it before this many times did not live to emit a token of it: it may be the cause
 _BLOCK_S = 1.0  # how long one read waits for work, or for pages; a stop or an end is noticed within it
 _KEPT = (Outcome.OK, Outcome.DUPLICATE)
 _OVER = (Outcome.GONE, Outcome.ALREADY)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """How many requests are stepped at a time, and how many tokens a drafter may propose for each."""
+
+    max_num_seqs: int
+    num_speculative_tokens: int
 
 
 class DecodeStage:
@@ -49,9 +58,7 @@ class DecodeStage:
         admission: Admission,
         checkpoints: Checkpoints,
         counters: Counters,
-        *,
-        max_num_seqs: int,
-        num_speculative_tokens: int,
+        limits: DecodeLimits,
     ) -> None:
         """Wire it up; it owns the running requests and their pages, nothing else."""
         self._transport = transport
@@ -60,8 +67,7 @@ class DecodeStage:
         self._admission = admission
         self._checkpoints = checkpoints
         self._counters = counters
-        self._max_num_seqs = max_num_seqs
-        self._num_speculative_tokens = num_speculative_tokens
+        self._limits = limits
         self._running: dict[str, DecodeRequest] = {}
         self._changed = asyncio.Condition()
 
@@ -87,7 +93,7 @@ class DecodeStage:
                 self._changed.notify_all()
 
     async def _feed_one(self, stopping: asyncio.Event) -> None:
-        if not await self._wait_until(lambda: len(self._running) < self._max_num_seqs):
+        if not await self._wait_until(lambda: len(self._running) < self._limits.max_num_seqs):
             return
         # One at a time: what this process cannot begin at once is better begun by another.
         for delivery in await self._transport.receive("decode", 1, _BLOCK_S):
@@ -106,7 +112,7 @@ class DecodeStage:
         message = await self._admission.open(delivery)
         if message is None:
             return None
-        suspect = delivery.tries > SUSPECT_TRIES
+        suspect = delivery.tries > SUSPECT_DELIVERIES  # each time nobody lived to emit a token of it
         if suspect and not await self._hold_until(lambda: not self._running, delivery, message, stopping):
             return None
         pages = await self._find_pages(delivery, message, stopping)
@@ -157,9 +163,7 @@ class DecodeStage:
 
     # Stepping
 
-    async def _step_until(
-        self, feeder: asyncio.Task[None], stopping: asyncio.Event, tasks: asyncio.TaskGroup
-    ) -> None:
+    async def _step_until(self, feeder: asyncio.Task[None], stopping: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
         emission: asyncio.Task[None] | None = None
         stop_at: float | None = None
         while not feeder.done() or self._running:
@@ -172,7 +176,7 @@ class DecodeStage:
                 await self._wait_until(lambda: bool(self._running) or feeder.done())
                 continue
             await self._engine.compute(
-                step, self._engine, requests, self._num_speculative_tokens, self._checkpoints
+                step, self._engine, requests, self._limits.num_speculative_tokens, self._checkpoints
             )
             self._leases.progressed()
             if emission is not None:
@@ -219,7 +223,7 @@ class DecodeStage:
         await self._admission.release(*over)
 
     async def _commit(self, transactions: Sequence[Transaction]) -> Sequence[Outcome]:
-        """Outcomes; FENCED also for what may or may not have happened: its lease runs out, and whoever takes it sees."""
+        """Outcomes; FENCED also where nobody knows what happened: the lease runs out, and whoever takes it sees."""
         try:
             return await self._transport.commit(transactions)
         except StateDamaged as error:

@@ -5,6 +5,8 @@ awake while it computes. Page bookkeeping (allocate, free) belongs to the event 
 """
 
 import asyncio
+import ctypes
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +27,9 @@ from stages.gguf.file import GgufFile
 P = ParamSpec("P")
 T = TypeVar("T")
 
+THREAD_NAME = "engine"
+_PR_SET_NAME = 15
+
 
 class Engine:
     """Use as a context manager; leaving it ends the thread."""
@@ -35,7 +40,7 @@ class Engine:
         Raises:
             GgufError: The file cannot be read, or holds a model this engine cannot run.
         """
-        self._thread = ThreadPoolExecutor(1, "engine", initializer=_use_threads, initargs=(num_threads,))
+        self._thread = ThreadPoolExecutor(1, THREAD_NAME, initializer=_use_threads, initargs=(num_threads,))
         codec = codec_named(codec_name)
         self.model, self.fingerprint = self._thread.submit(_load, model_path, codec_name, weight_cache).result()
         self.config: ModelConfig = self.model.config
@@ -56,6 +61,8 @@ class Engine:
 
 def _use_threads(num_threads: int) -> None:
     """Both libraries keep the setting per calling thread, so the engine's thread makes it."""
+    if sys.platform == "linux":  # the threads that it starts inherit the name: CPU time in /proc is that of computing
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, THREAD_NAME.encode(), 0, 0, 0)
     torch.set_num_threads(num_threads)
     numba.set_num_threads(min(num_threads, numba.get_num_threads()))  # a new thread has as many as there are
 

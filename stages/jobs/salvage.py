@@ -103,9 +103,8 @@ class _Salvage:
 
 
 def _elsewhere(delivery: Delivery, message: PrefilledPrompt) -> Effect:
-    message = message.stamped(DECODE_CLAIMED, now_us(), delivery.consumer)
     if message.num_restarts < MAX_RESTARTS:
         return send_back(message)
     problem = f"its KV was lost {message.num_restarts + 1} times, the last time with the pool that held it"
     failure = Failure(stage="decode", code="kv_lost", message=problem, retryable=True)
-    return fail(failure, message.stamps, delivery.consumer)
+    return fail(failure, message.stamped(DECODE_CLAIMED, now_us(), delivery.consumer).stamps, delivery.consumer)

@@ -1,7 +1,7 @@
 """How much prefill may put in front of decode: what decode processes say they can hold, below the stack's own bound.
 
-Decode publishes its slots with its registration, and prefill takes credit against their sum before it computes. While no
-decode process is there, nothing begins: work piles up where it is cheapest, as token ids in a queue.
+Decode publishes its slots with its registration, and prefill takes credit against their sum before it computes. While
+no decode process is there, nothing begins: work piles up where it is cheapest, as token ids in a queue.
 """
 
 from pipeline.clock import Monotonic, monotonic_s

@@ -50,6 +50,7 @@ MESSAGES: list[Message] = [
         first_token_id=0,
         params=PARAMS,
         max_tokens=9,
+        num_prefilled_tokens=5000,
         num_chunks=20,
         chunk_tokens=256,
         fingerprint=bytes(32),

@@ -215,6 +215,49 @@ async def test_a_message_that_took_down_its_holders_is_not_touched_again(bench: 
     assert len(await bench.dead_letters("tokenizer")) == 1
 
 
+async def test_a_message_that_ends_every_process_takes_none_that_came_with_it_along(bench: Bench) -> None:
+    names = ["a", "b", "poison", "c", "d"]
+    client = await bench.join("client", lease_s=SHORT_LEASE_S)
+    for name in names:
+        await client.admit(name, "batch", work(name))
+    num_deaths, is_reached = 0, asyncio.Event()
+
+    async def dies_of_poison(request: GenerateRequest) -> None:
+        if request.request_id == "poison":
+            is_reached.set()
+            await asyncio.sleep(60)  # until it is killed
+
+    handled: list[str] = []
+    while not await bench.dead_letters("tokenizer"):
+        is_reached.clear()
+        transport = await bench.join(f"process-{num_deaths}", lease_s=SHORT_LEASE_S)
+        stage = EchoStage(dies_of_poison)
+        leases = LeaseKeeper(transport, SHORT_LEASE_S)
+        keeping = asyncio.create_task(leases.run())
+        running = asyncio.create_task(run_worker(stage, transport, leases, asyncio.Event()))
+        died = asyncio.create_task(is_reached.wait())
+
+        async def is_buried() -> None:
+            while not await bench.dead_letters("tokenizer"):  # noqa: ASYNC110 - a bench tells nobody
+                await asyncio.sleep(0.01)
+
+        buried = asyncio.create_task(is_buried())
+        await soon(asyncio.wait({died, buried}, return_when=asyncio.FIRST_COMPLETED))
+        num_deaths += died.done()
+        if buried.done():
+            while len(handled) + len([name for name in stage.handled if name != "poison"]) < 4:
+                await soon(asyncio.wait_for(stage.settled_one.wait(), 1))
+                stage.settled_one.clear()
+        for task in (keeping, running, died, buried):
+            task.cancel()
+        await asyncio.gather(keeping, running, died, buried, return_exceptions=True)
+        handled += [name for name in stage.handled if name != "poison"]
+    assert num_deaths == MAX_DELIVERIES
+    assert sorted(handled) == ["a", "b", "c", "d"]
+    assert (await failure_of(client, "poison")).code == "too_many_tries"
+    assert len(await take(client, "prefill", 4)) == 4
+
+
 @pytest.mark.parametrize(
     ("error", "num_handled"),
     [(SluiceError("no way"), 1), (RuntimeError("secret"), MAX_DELIVERIES), (PoolFull(3, 2, 1), MAX_DELIVERIES)],

@@ -1,4 +1,4 @@
-"""What processes leave behind, for the tests of whoever clears up: blobs, credits, and entries of a pool that is gone."""
+"""What processes leave behind, for the tests of whoever clears up: blobs, credits, entries of a pool that is gone."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -34,7 +34,7 @@ from pipeline.worker import run_worker
 from stages.compressor.stage import CompressorStage
 from stages.decode.admission import Admission
 from stages.decode.checkpoints import Checkpoints
-from stages.decode.stage import DecodeStage
+from stages.decode.stage import DecodeLimits, DecodeStage
 from stages.engine.config import ModelConfig
 from stages.engine.engine import Engine
 from stages.gguf.file import GgufFile
@@ -291,8 +291,7 @@ class Line:
             admission,
             Checkpoints(engine, self.pool, admission.format, self.compression),
             self.counters,
-            max_num_seqs=self.max_num_seqs,
-            num_speculative_tokens=self.num_speculative_tokens,
+            DecodeLimits(self.max_num_seqs, self.num_speculative_tokens),
         )
         await stage.run(stopping)
 

@@ -314,7 +314,7 @@ async def test_a_pool_that_is_locked_keeps_nothing_else_waiting(
         return (await upkeep.counters()).get(REQUESTS_EXPIRED) == 1
 
     async with running(sweeper):
-        await with_credit(transport, "r", AT_ONCE_S)
+        await transport.admit("r", "batch", b"payload", timeout_s=AT_ONCE_S)
         await until(has_expired)
         assert len(pool.names()) == 1
         os.close(directory)
@@ -334,8 +334,13 @@ def test_the_shorter_the_leases_the_more_often_it_sweeps(lease_s: float, expecte
 
 async def test_every_stage_sweeps_for_as_long_as_it_runs(settings: Settings, pool: FilePool, upkeep: Upkeep) -> None:
     blob(pool, "orphan")
+
+    async def is_counted() -> bool:
+        return await upkeep.counters() == {KV_MISSING: 1, ORPHANS_REMOVED: 1}
+
     async with stage_process("compressor", settings, {}, pool.pool_id) as process:
         process.counters.add(KV_MISSING)
-        await until(lambda: pool.names() == [])
+        await until(is_counted)
+        assert pool.names() == []
         process.counters.add(KV_MISSING)
     assert await upkeep.counters() == {KV_MISSING: 2, ORPHANS_REMOVED: 1}

@@ -122,9 +122,8 @@ async def test_what_waits_for_a_pool_that_is_gone_goes_back_to_prefill(stack: St
     assert set(back) == {"a", "b"}
     for request in (in_compressor.message, in_decode.message):
         came = back[request.request_id]
-        assert came == restarted(request).model_copy(update={"stamps": came.stamps})
+        assert came == restarted(request)
         assert (came.attempt, came.num_restarts) == (1, 1)
-        assert [stamp.boundary for stamp in came.stamps] == ["decode_claimed"]
         assert [entry.offset for entry in await stack.here.read_results(request.request_id, 0, 0)] == [1]
         assert await stack.here.chunks(request.request_id, 0) == {}
     assert stack.counters.take() == {REQUESTS_SENT_BACK: 2}
@@ -211,16 +210,17 @@ async def test_what_a_dead_process_of_the_pool_still_holds_waits_for_its_lease(s
     assert await stack.away.renew([chunk]) == [False]
 
 
-async def test_two_janitors_at_once_send_everything_on_once(stack: Stack) -> None:
+async def test_several_janitors_at_once_send_everything_on_once(stack: Stack) -> None:
     for number in range(20):
         await Prefilled.of(f"r{number}", GONE).put(stack.away)
-    await stack.lose_the_host()
-    others = [stack.another_janitor() for _ in range(3)]
+    janitors = [stack.another_janitor() for _ in range(4)]
 
     async def is_forgotten() -> bool:
-        await asyncio.gather(*(janitor.clean() for janitor in others))
-        return await stack.is_forgotten()
+        await asyncio.gather(*(janitor.clean() for janitor in janitors))
+        return GONE not in (await stack.upkeep.pools())[1]
 
+    await is_forgotten()  # each has been here before
+    await stack.lose_the_host()
     await until(is_forgotten)
     back = await stack.returned()
     assert sorted(message.request_id for message in back) == sorted(f"r{number}" for number in range(20))

@@ -13,7 +13,7 @@ from pipeline.transport import Emit, Finish, Outcome, Plan, Publish, Transaction
 from stages.prefill import handover, room
 from stages.prefill.handover import Handover
 from tests.stages.alone import ascii_only, packed_alone, prompt_of, result_alone
-from tests.stages.line import CHUNK_TOKENS, NUM_PAGES, Line, holds, soon
+from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
 
 LENGTHS = [1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS + 1]
 ALL = ("prefill", "compressor", "decode")
@@ -97,14 +97,14 @@ async def test_token_0_comes_once_with_the_plan(line: Line) -> None:
 @pytest.mark.parametrize("why", ["eos", "stop"])
 async def test_a_request_that_ends_with_token_0_never_reaches_decode_and_leaves_no_blob(line: Line, why: str) -> None:
     prompt = prompt_of(2 * CHUNK_TOKENS + 1)
-    printable = {"logit_bias": ascii_only()}  # which token it is depends on the processor; half a character would wait
-    first = result_alone(line, await line.submit("probe", prompt, 1, **printable))[0]
+    printable = ascii_only()  # which token it is depends on the processor; half a character would wait
+    first = result_alone(line, await line.submit("probe", prompt, 1, logit_bias=printable))[0]
     line.forget("probe")
     assert isinstance(first, tuple)
     stop = [line.tokenizer.decode(first)] if why == "stop" else []
     if why == "eos":
         line.end_text_with(first[0])
-    await line.submit("r", prompt, 8, stop=stop, **printable)
+    await line.submit("r", prompt, 8, stop=stop, logit_bias=printable)
     async with line.running("compressor"), line.process("prefill", hold=emits) as prefill:
         await soon(prefill.transport.holding.wait())
         # Sealed before the end, so that no later commit of theirs is told that the request has gone.
