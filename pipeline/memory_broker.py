@@ -15,7 +15,6 @@ from pipeline.transport import (
     AddChunk,
     DeadLetter,
     Delivery,
-    Effect,
     Emit,
     Finish,
     FinishedRequest,
@@ -166,14 +165,24 @@ class MemoryBroker:
             if transaction.attempt < request.attempt:
                 self.drop(delivery)
             return Outcome.FENCED
-        if not _follows(transaction, request.num_tokens):
-            return Outcome.FENCED
-        if not all(self._has_room(transaction, effect, options) for effect in transaction.effects):
-            return Outcome.FULL
+        refusal = self._refusal(transaction, request.num_tokens, options)
+        if refusal is not None:
+            return refusal
         outcome = self._write(transaction, request, options)
         if transaction.ack:
             self.drop(delivery)
         return outcome
+
+    def _refusal(self, transaction: Transaction, num_tokens: int, options: TransportOptions) -> Outcome | None:
+        """Return why it cannot happen, by the first effect that cannot."""
+        for effect in transaction.effects:
+            if isinstance(effect, Emit):
+                if effect.first_index != num_tokens:
+                    return Outcome.FENCED
+                num_tokens += effect.num_tokens
+            elif isinstance(effect, TakeCredit) and not self._has_room(transaction, effect, options):
+                return Outcome.FULL
+        return None
 
     def _write(self, transaction: Transaction, request: Request, options: TransportOptions) -> Outcome:
         outcome = Outcome.OK
@@ -209,12 +218,10 @@ class MemoryBroker:
             raise ValueError("credits are those of a pool, and this process has none")
         return self.credits.setdefault(options.pool_id, {})
 
-    def _has_room(self, transaction: Transaction, effect: Effect, options: TransportOptions) -> bool:
-        if not isinstance(effect, TakeCredit):
-            return True
-        others = [credit for owner, credit in self._credits(options).items() if owner != transaction.request_id]
-        num_bytes = effect.num_bytes + sum(credit.num_bytes for credit in others)
-        return num_bytes <= effect.max_bytes and len(others) < effect.max_requests
+    def _has_room(self, transaction: Transaction, credit: TakeCredit, options: TransportOptions) -> bool:
+        others = [owned for owner, owned in self._credits(options).items() if owner != transaction.request_id]
+        num_bytes = credit.num_bytes + sum(owned.num_bytes for owned in others)
+        return num_bytes <= credit.max_bytes and len(others) < credit.max_requests
 
     def drop_credit(self, request_id: str) -> None:
         """End a request's credit, in whichever pool it is."""
@@ -252,12 +259,3 @@ class MemoryBroker:
             return
         request.joined = True
         self.append("decode", plan.priority, options.pool_id, plan.payload)
-
-
-def _follows(transaction: Transaction, num_tokens: int) -> bool:
-    for effect in transaction.effects:
-        if isinstance(effect, Emit):
-            if effect.first_index != num_tokens:
-                return False
-            num_tokens += effect.num_tokens
-    return True

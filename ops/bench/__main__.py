@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.bench import batch_memory, end_to_end
+from ops.bench import batch_memory, end_to_end, queue_cost
 from ops.commands.common import (
     ModelOption,
     NumDecode,
@@ -105,6 +105,28 @@ def engine_command(
     execute(_engine(command_settings(model), sizes, (steps, repetitions), Destination(into, name, save)))
 
 
+@app.command("queue")
+def queue_command(  # noqa: PLR0913 - one parameter for each option
+    *,
+    seconds: Annotated[float, typer.Option(min=1, help="How long requests are sent; one at a time half as long.")] = 60,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 16,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, about.")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each; end-of-text is ignored.")] = 128,
+    model: ModelOption = None,
+    name: Annotated[str, typer.Option(help="Of the record.")] = "queue",
+    save: Save = True,
+    into: Into = INTO,
+) -> None:
+    """Measure what the queues cost: latency of each hop, round trips to the server, CPU time beside computing.
+
+    python -m ops.bench queue
+    python -m ops.bench queue --seconds 5 --no-save
+    """
+    settings = command_settings(model)
+    plan = queue_cost.Plan(prompt, tokens, concurrency, seconds)
+    execute(_queue(plan, settings, Destination(into, name, save)))
+
+
 @app.command("batch")
 def batch_command(
     *,
@@ -155,6 +177,11 @@ async def _engine(settings: Settings, batches: list[int], counts: tuple[int, int
         num_repetitions=num_repetitions,
     )
     destination.take(*engine.run(plan, _note))
+    return 0
+
+
+async def _queue(plan: queue_cost.Plan, settings: Settings, destination: Destination) -> int:
+    destination.take(*await queue_cost.run(plan, settings, checked_model(settings), _note))
     return 0
 
 

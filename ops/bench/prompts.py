@@ -9,11 +9,11 @@ from pathlib import Path
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
 
-WORDS = tuple(
+WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
-    "father power hour game line end member law car city community name president team minute idea kid body back".split()
+    "father power hour game line end member law car city community name president team minute idea kid body back"
 )
 
 
@@ -24,7 +24,7 @@ class Prompts:
         """Read the vocabulary, which takes a second."""
         tokenizer = Tokenizer(Vocabulary.from_gguf(model_path))
         # Word by word: the pre-tokenizer cuts before each space, so the numbers add up.
-        self._num_tokens = {word: len(tokenizer.encode(f" {word}", allow_special=False)) for word in WORDS}
+        self._num_tokens = {word: len(tokenizer.encode(f" {word}", allow_special=False)) for word in WORDS.split()}
 
     def prompt(self, number: int, num_tokens: int) -> str:
         """Return prompt `number` of that length, or a word longer; the same number gives the same words."""
@@ -32,6 +32,6 @@ class Prompts:
         words: list[str] = []
         left = num_tokens
         while left > 0:
-            words.append(chosen.choice(WORDS))
+            words.append(chosen.choice(list(self._num_tokens)))
             left -= self._num_tokens[words[-1]]
         return "".join(f" {word}" for word in words)

@@ -16,8 +16,8 @@ from pipeline.batch.results import Completion
 
 LOSE_EVERY = 25
 MIN_LOST = 20
-LATE_S = 0.05
-NUM_CALLS = 400
+LATE_S = 0.1
+NUM_CALLS = 300
 MANY_TOKENS = 100
 CUT_S, LONG_CUT_S = 6 * LEASE_S, 30.0
 
@@ -54,7 +54,7 @@ async def f15(lab: Lab) -> None:
             index = generator.randrange(len(sent))
             call = asyncio.create_task(client.result(sent[index].request_id))
             if number % 2:
-                await asyncio.wait({call}, timeout=generator.uniform(0.0, 2 * LATE_S))
+                await asyncio.wait({call}, timeout=generator.uniform(0.0, LATE_S))
                 num_cancelled += call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
                 continue

@@ -26,6 +26,7 @@ FROZEN_S = 10.0
 TOLD_S = 15.0
 """In which readers of lost requests are told so: a page of their reading, and the server's start."""
 DOOR_S = 1.0
+SAID_CHARS = 120
 
 
 async def f10(lab: Lab) -> None:
@@ -119,8 +120,8 @@ async def f13(lab: Lab) -> None:
         try:
             await server.start()
         except ValkeyFailed as error:
-            lab.note(f"damaged in its middle: {str(error)[:160]}")
-            lab.require("format" in str(error).lower() or "aof" in str(error).lower(), f"it is not said why: {error}")
+            lab.note(f"damaged in its middle, it says: {str(error)[-SAID_CHARS:]}")
+            lab.require("append only file" in str(error), f"it is not said why: {error}")
         else:
             lab.problems(["the server started on a damaged file and said nothing"])
         finally:

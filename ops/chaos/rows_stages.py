@@ -19,6 +19,7 @@ from pipeline.keys import HANG_LEASES
 
 MAX_TRIES = 6  # at hitting a moment of microseconds
 LONG_LEASE_S = 30.0  # so long that nobody waits for it by chance
+SLOW_STEP_S = 0.03  # so that long answers take longer than a stage may go on with them
 TWO_DECODE = {"decode": 2}
 
 
@@ -104,21 +105,22 @@ async def f7(lab: Lab) -> None:
 
 
 async def f8(lab: Lab) -> None:
-    """Each stage is asked to finish under load; leases are so long that waiting for one would show."""
-    asks = [*long_answers(lab, 6, 700), *long_prompts(lab, 6)]
-    await lab.expected(asks)
-    async with lab.trial(lease_s=LONG_LEASE_S) as trial:
-        sent = trial.send(asks)
+    """Each stage is asked to finish while it has work; leases are so long that waiting for one would show."""
+    long, prompts = long_answers(lab, 6, 700), long_prompts(lab, 6)
+    await lab.expected([*long, *prompts])
+    async with lab.trial(fault=f"decode.step=delay:{SLOW_STEP_S}x*", lease_s=LONG_LEASE_S) as trial:
+        sent = trial.send(long)
         await trial.tokens(SOON_TOKENS, sent)
-        for name in ("tokenizer", "compressor", "prefill", "decode"):
-            asked_at = time.monotonic()
-            pid = pids_of(trial.stack)[name]
+        for name in ("tokenizer", "prefill", "compressor", "decode"):
+            sent += trial.send(prompts)
+            asked_at, pid = time.monotonic(), pids_of(trial.stack)[name]
             trial.strike(name, number=signal.SIGTERM)
             await gone({name: pid}, GRACE_S)
             lab.note(f"{name} left after {time.monotonic() - asked_at:.1f} s")
+        lab.require(not all(seen.is_over for seen in sent[: len(long)]), "decode had nothing left when it went")
         await trial.judge(sent, recovers=False)
         standstill_s = trial.standstill_s(sent) or 0.0
-        lab.note(f"stood still {standstill_s:.1f} s")
+        lab.note(f"stood still {standstill_s:.1f} s; leases of {LONG_LEASE_S:g} s")
         lab.require(standstill_s < LONG_LEASE_S / 2, f"nothing moved for {standstill_s:.1f} s: a lease was waited for")
 
 

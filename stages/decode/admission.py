@@ -112,7 +112,13 @@ class Admission:
             await self._send_back(delivery, message)
             self._engine.cache.free(sequence.block_table)
             return None
-        await self._loader.complete(loaded, sequence, message.chunk_tokens)
+
+        async def is_wanted() -> bool:
+            return await self.is_wanted(delivery, message)
+
+        if not await self._loader.complete(loaded, sequence, message.chunk_tokens, is_wanted):
+            self._engine.cache.free(sequence.block_table)
+            return None
         if not self._keep_kv:
             await self._commit(delivery, message, GiveCredit(), ack=False)  # refused, it is noticed at the next step
             await self.release(message)

@@ -6,6 +6,7 @@ alone. What lies behind the last one is replayed, and compared with what was emi
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -28,6 +29,7 @@ from stages.engine.sequence import Sequence
 
 log = structlog.get_logger("decode")
 
+IsWanted = Callable[[], Awaitable[bool]]
 _UNUSABLE = (KvStoreError, BlobMismatchError, PayloadSizeError)
 
 
@@ -87,11 +89,15 @@ class KvLoader:
         stamps = tuple(stamp for chunk in chunks if chunk.index in sealed for stamp in sealed[chunk.index].stamps)
         return Loaded(lost, num_tokens, num_checkpoints, stamps)
 
-    async def complete(self, loaded: Loaded, sequence: Sequence, chunk_tokens: int) -> None:
-        """Compute what the pool did not hold, up to but without the newest token."""
+    async def complete(self, loaded: Loaded, sequence: Sequence, chunk_tokens: int, is_wanted: IsWanted) -> bool:
+        """Compute what the pool did not hold, up to but without the newest token.
+
+        Asks before each piece whether anybody still wants it, and returns False when not.
+        """
         for chunk in loaded.lost:
             sequence.num_computed_tokens = chunk.start_token
-            await self._replay(sequence, chunk.start_token + chunk.num_tokens, chunk_tokens)
+            if not await self._replay(sequence, chunk.start_token + chunk.num_tokens, chunk_tokens, is_wanted):
+                return False
         if loaded.lost:
             self._counters.add(names.KV_RECOMPUTED_TOKENS, loaded.num_lost_tokens)
             log.warning("kv_recomputed", num_tokens=loaded.num_lost_tokens)
@@ -99,7 +105,7 @@ class KvLoader:
         num_replayed = sequence.num_tokens - 1 - loaded.num_tokens
         if num_replayed:
             self._counters.add(names.TOKENS_REPLAYED, num_replayed)
-            await self._replay(sequence, sequence.num_tokens - 1, chunk_tokens)
+        return await self._replay(sequence, sequence.num_tokens - 1, chunk_tokens, is_wanted)
 
     def _checkpoint(
         self, message: PrefilledPrompt, sequence: Sequence, number: int, sealed: dict[int, SealedChunk]
@@ -129,8 +135,10 @@ class KvLoader:
             return False
         return True
 
-    async def _replay(self, sequence: Sequence, end: int, chunk_tokens: int) -> None:
+    async def _replay(self, sequence: Sequence, end: int, chunk_tokens: int, is_wanted: IsWanted) -> bool:
         while sequence.num_computed_tokens < end:
+            if not await is_wanted():
+                return False
             num_tokens = min(chunk_tokens, end - sequence.num_computed_tokens)
             num_different = await self._engine.compute(
                 stepping.replay, self._engine.model, self._engine.cache, sequence, num_tokens
@@ -139,3 +147,4 @@ class KvLoader:
             if num_different:
                 self._counters.add(names.DIVERGENCES, num_different)
                 log.error("tokens_diverge", num_different=num_different, num_replayed=num_tokens)
+        return True

@@ -205,9 +205,11 @@ class PrefillStage:
                     )
                     self._leases.progressed()
                     await faults.reach("prefill.computed")
-                    if message.max_tokens > 1:  # else it ends here, and nobody will read its KV
+                    if message.max_tokens > 1:
                         computed = _computed(delivery, chunk, now_us())
                         handovers.create_task(self._publish(delivery, message, sequence, chunk, computed))
+                    else:  # it ends here, and nobody will read its KV
+                        await self._commit(delivery, message, (), ack=False)
                 first = await self._engine.compute(self._last_chunk, message, sequence, last, emitted)
                 self._leases.progressed()
                 await faults.reach("prefill.computed")

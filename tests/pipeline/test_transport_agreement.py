@@ -4,7 +4,7 @@ The contract tests say what must happen in the cases somebody thought of; this l
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import cast
 
@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline.errors import UnknownRequest
-from pipeline.keys import PRIORITIES, STAGES, Keys
+from pipeline.keys import POOLED_STAGES, PRIORITIES, STAGES, Keys, lanes_of
 from pipeline.memory import MemoryTransport
 from pipeline.redis_receive import START
 from pipeline.redis_streams import RedisStreams
@@ -24,17 +24,22 @@ from pipeline.transport import (
     Effect,
     Emit,
     Finish,
+    GiveCredit,
     Plan,
     Publish,
+    Restart,
+    TakeCredit,
     Transaction,
     Transport,
     TransportOptions,
 )
 from tests.pipeline.benches import POOL, MemoryBench, RedisBench
+from tests.pipeline.pools import credits_of
 
 NUM_STEPS = 200
 NUM_RECENT = 5  # deliveries that a step may be about: older ones are mostly gone
-CONSUMERS = ("a", "b")
+OTHER_POOL = "pool-2"
+CONSUMERS = {"a": POOL, "b": POOL, "c": OTHER_POOL}
 REQUESTS = ("q", "r", "s", "t", "u", "v", "w")
 
 
@@ -99,12 +104,18 @@ class History:
         return [(kind, self._random.random()) for kind in self._random.choices(kinds, weights, k=NUM_STEPS)]
 
 
-def draw_effects(rng: random.Random, request_id: str) -> tuple[Effect, ...]:
+def identity(payload: bytes) -> tuple[str, int]:
+    """Request and attempt of an entry; attempt 0 is left out."""
+    request_id, _, attempt = payload.decode().partition(" ")
+    return request_id, int(attempt or 0)
+
+
+def draw_effects(rng: random.Random, payload: bytes) -> tuple[Effect, ...]:
     if rng.random() < 0.06:
         end = Finish(b"end", rng.choice(END_STATES))
         return (end, DeadLetter("why")) if rng.random() < 0.3 else (end,)
-    payload = request_id.encode()
     first = rng.choice((0, 0, 1, 2, 3))
+    credit = TakeCredit(rng.choice((1, 3, 5)), max_bytes=9, max_requests=3)
     publish = Publish(rng.choice(STAGES), rng.choice(PRIORITIES), payload)
     choices: list[tuple[Effect, ...]] = [
         (publish,),
@@ -114,14 +125,23 @@ def draw_effects(rng: random.Random, request_id: str) -> tuple[Effect, ...]:
         (AddChunk(rng.randrange(3), rng.choice((b"x", b"x", b"y"))),),
         (AddChunk(0, b"x"), AddChunk(1, b"x")),
         (Plan(rng.choice((1, 2)), rng.choice(PRIORITIES), payload),),
+        (credit,),
+        rng.choice(((Emit(b"d", first, 1), credit), (credit, Emit(b"d", first, 1)))),
+        (GiveCredit(),),
     ]
     return rng.choice(choices)
 
 
 def draw_transaction(rng: random.Random, delivery: Delivery) -> Transaction:
-    request_id = delivery.payload.decode() if rng.random() < 0.95 else "nobody"
-    attempt = 1 if rng.random() < 0.03 else 0
-    return Transaction(delivery, request_id, attempt, draw_effects(rng, request_id), ack=rng.random() < 0.15)
+    request_id, attempt = identity(delivery.payload)
+    request_id = request_id if rng.random() < 0.95 else "nobody"
+    attempt = attempt + 1 if rng.random() < 0.03 else attempt
+    if rng.random() < 0.05:
+        later = attempt + rng.choice((1, 2))
+        restart = Restart(later, b"%s %d" % (request_id.encode(), later))
+        return Transaction(delivery, request_id, attempt, (restart,), ack=True)
+    effects = draw_effects(rng, delivery.payload)
+    return Transaction(delivery, request_id, attempt, effects, ack=rng.random() < 0.15)
 
 
 async def take_step(side: Side, kind: str, seed: float) -> object:
@@ -158,9 +178,11 @@ async def cancel(transport: Transport, request_id: str) -> bool | str:
         return error.request_id
 
 
-async def state_of(transport: Transport) -> object:
-    lengths = [await transport.queue_length(stage, priority) for stage in STAGES for priority in PRIORITIES]
-    chunks = [await transport.chunks(request_id, 0) for request_id in REQUESTS]
+async def state_of(transports: Sequence[Transport], attempts: Mapping[str, int]) -> object:
+    """What two transports of two pools see: lengths of queues, and chunks of requests by their attempts."""
+    lengths = [await transports[0].queue_length(stage, lane) for stage in STAGES for lane in lanes_of(stage)]
+    lengths += [await transports[1].queue_length(stage, lane) for stage in POOLED_STAGES for lane in lanes_of(stage)]
+    chunks = [await transports[0].chunks(request_id, attempts.get(request_id, 0)) for request_id in REQUESTS]
     return lengths, chunks
 
 
@@ -174,20 +196,27 @@ async def test_both_transports_take_the_same_steps(
             Redis.from_url(valkey_url, protocol=2),
             Redis.from_url(valkey_url, protocol=2),
             "test",
-            TransportOptions(name, POOL, max_queue=8),
+            TransportOptions(name, pool_id, max_queue=8),
             Keys(namespace),
             lambda: float(next(readings)),
         )
-        for name in CONSUMERS
+        for name, pool_id in CONSUMERS.items()
     ]
     memory = MemoryBench()
-    twins = [MemoryTransport(memory.queues, TransportOptions(name, POOL, max_queue=8)) for name in CONSUMERS]
+    twins = [
+        MemoryTransport(memory.queues, TransportOptions(name, pool_id, max_queue=8))
+        for name, pool_id in CONSUMERS.items()
+    ]
     sides = RedisSide(opened, raw_redis), MemorySide(twins, memory)
     try:
         for number, (kind, step_seed) in enumerate(History(seed).steps()):
             real, twin = [await take_step(side, kind, step_seed) for side in sides]
             assert real == twin, f"step {number}, {kind}"
-            assert await state_of(opened[0]) == await state_of(twins[0]), f"after step {number}, {kind}"
+            attempts = {name: request.attempt for name, request in memory.queues.broker.requests().items()}
+            after = f"after step {number}, {kind}"
+            assert await state_of(opened[1:], attempts) == await state_of(twins[1:], attempts), after
+            for pool_id in (POOL, OTHER_POOL):
+                assert await credits_of(redis_bench, pool_id) == await credits_of(memory, pool_id), after
         assert await opened[0].finished(NUM_STEPS) == await twins[0].finished(NUM_STEPS)
         for stage in STAGES:
             assert await redis_bench.dead_letters(stage) == await memory.dead_letters(stage)

@@ -1,28 +1,37 @@
-"""What every transport promises about queues: admission, order, claims, fences, handing back, dead letters.
+"""What every transport promises about queues: admission, order, claims, fences, handing back, dead letters, credits,
+and the way back to prefill.
 
 Results and the join to decode are in test_transport_results.py and test_transport_join.py.
 """
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from pipeline.errors import UnknownRequest
 from pipeline.transport import (
     Accepted,
+    AddChunk,
     Busy,
     DeadLetter,
     Delivery,
+    Effect,
     Emit,
     Exists,
     Finish,
+    GiveCredit,
     Outcome,
     Process,
     Publish,
+    Restart,
+    ResultEntry,
+    TakeCredit,
     Transaction,
     Transport,
 )
-from tests.pipeline.benches import BRIEF_LEASE_S, Bench, soon, take, take_one
+from tests.pipeline.benches import BRIEF_LEASE_S, POOL, Bench, soon, take, take_one
+from tests.pipeline.pools import credits_of, join_pool
 
 
 def publish(delivery: Delivery, request_id: str = "r", *, ack: bool = True, attempt: int = 0) -> Transaction:
@@ -357,6 +366,339 @@ async def test_a_request_fails_and_its_entry_is_buried_together(bench: Bench) ->
     assert await bench.state_of("r") == "failed"
     assert [entry.data for entry in await transport.read_results("r", 0, block_s=0)] == [b"failure"]
     assert await bench.leftovers() == []
+
+
+# Credits
+
+OTHER_POOL = "pool-2"
+MOST_BYTES = 10
+
+
+def credit(num_bytes: int, max_requests: int = 9) -> TakeCredit:
+    return TakeCredit(num_bytes, MOST_BYTES, max_requests)
+
+
+def step(
+    delivery: Delivery, *effects: Effect, request_id: str = "r", attempt: int = 0, ack: bool = False
+) -> Transaction:
+    return Transaction(delivery, request_id, attempt, effects, ack)
+
+
+async def commit_one(transport: Transport, delivery: Delivery, *effects: Effect, **options: Any) -> Outcome:
+    [outcome] = await transport.commit([step(delivery, *effects, **options)])
+    return outcome
+
+
+async def held(transport: Transport, request_id: str = "r") -> Delivery:
+    """A request that the tokenizer has in hand."""
+    await admitted(transport, request_id)
+    return await take_one(transport, "tokenizer")
+
+
+async def test_credits_are_taken_while_the_pool_has_bytes(bench: Bench) -> None:
+    transport = await bench.join()
+    for request_id, num_bytes, outcome in (("r", 6, "ok"), ("s", 5, "full"), ("t", 4, "ok"), ("u", 1, "full")):
+        delivery = await held(transport, request_id)
+        assert await commit_one(transport, delivery, credit(num_bytes), request_id=request_id) == outcome
+    assert await credits_of(bench, POOL) == {"r": (0, 6), "t": (0, 4)}
+
+
+async def test_credits_are_taken_while_the_pool_has_places(bench: Bench) -> None:
+    transport = await bench.join()
+    for request_id, outcome in (("r", "ok"), ("s", "ok"), ("t", "full")):
+        delivery = await held(transport, request_id)
+        assert await commit_one(transport, delivery, credit(1, max_requests=2), request_id=request_id) == outcome
+    assert await commit_one(transport, delivery, credit(1, max_requests=3), request_id="t") == Outcome.OK
+
+
+async def test_a_pool_that_may_hold_nothing_has_no_credit(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    assert await commit_one(transport, delivery, credit(1, max_requests=0)) == Outcome.FULL
+    assert await commit_one(transport, delivery, credit(MOST_BYTES + 1)) == Outcome.FULL
+    assert await credits_of(bench, POOL) == {}
+
+
+async def test_what_finds_no_room_changes_nothing(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(4)) == Outcome.OK
+    assert await commit_one(transport, s, credit(6), request_id="s") == Outcome.OK
+    effects = (Publish("prefill", "interactive", b"no"), credit(5), Emit(b"no", 0, 1))
+    refused, fine = step(r, *effects, ack=True), step(r, Publish("prefill", "batch", b"yes"))
+    assert await transport.commit([refused, fine]) == [Outcome.FULL, Outcome.OK]
+    assert await credits_of(bench, POOL) == {"r": (0, 4), "s": (0, 6)}
+    assert await transport.renew([r]) == [True]
+    assert await transport.read_results("r", 0, block_s=0) == []
+    assert [d.payload for d in await transport.receive("prefill", 9, block_s=0)] == [b"yes"]
+
+
+async def test_a_credit_that_is_taken_again_is_replaced_and_does_not_count_against_itself(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    for num_bytes in (6, 10, 10, 3):
+        assert await commit_one(transport, r, credit(num_bytes, max_requests=1)) == Outcome.OK
+        assert await credits_of(bench, POOL) == {"r": (0, num_bytes)}
+        assert await commit_one(transport, s, credit(1, max_requests=1), request_id="s") == Outcome.FULL
+    assert await commit_one(transport, s, credit(8), request_id="s") == Outcome.FULL
+    assert await commit_one(transport, s, credit(7), request_id="s") == Outcome.OK
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        (GiveCredit(),),
+        (Finish(b"end", "finished"),),
+        (Finish(b"end", "failed"), DeadLetter("crashed 5 times")),
+        (credit(2), Finish(b"end", "finished")),
+    ],
+    ids=["given back", "finished", "failed and buried", "taken at the end"],
+)
+async def test_a_credit_ends_when_it_is_given_back_and_with_its_request(bench: Bench, end: tuple[Effect, ...]) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(MOST_BYTES)) == Outcome.OK
+    assert await commit_one(transport, s, credit(1), request_id="s") == Outcome.FULL
+    assert await commit_one(transport, r, *end) == Outcome.OK
+    assert await commit_one(transport, s, credit(MOST_BYTES, max_requests=1), request_id="s") == Outcome.OK
+    assert await credits_of(bench, POOL) == {"s": (0, MOST_BYTES)}
+
+
+async def test_a_credit_ends_when_its_request_is_cancelled_and_is_not_taken_afterwards(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    assert await commit_one(transport, delivery, credit(1)) == Outcome.OK
+    assert await transport.cancel("r", b"cancelled") is True
+    assert await credits_of(bench, POOL) == {}
+    assert await commit_one(transport, delivery, credit(1)) == Outcome.GONE
+    assert await credits_of(bench, POOL) == {}
+    assert await bench.leftovers() == []
+
+
+async def test_a_request_can_give_back_what_it_has_not(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, s, credit(1), request_id="s") == Outcome.OK
+    assert await commit_one(transport, r, GiveCredit()) == Outcome.OK
+    assert await commit_one(transport, s, GiveCredit(), GiveCredit(), request_id="s") == Outcome.OK
+    assert await credits_of(bench, POOL) == {}
+
+
+async def test_only_the_holder_under_the_current_attempt_changes_a_credit(bench: Bench) -> None:
+    a, b = await bench.join("a"), await bench.join("b", lease_s=BRIEF_LEASE_S)
+    old = await held(a)
+    new = await take_one(b, "tokenizer")
+    assert await commit_one(a, old, credit(1)) == Outcome.FENCED
+    assert await commit_one(b, new, credit(1), attempt=1) == Outcome.FENCED
+    assert await credits_of(bench, POOL) == {}
+    assert await commit_one(b, new, credit(2)) == Outcome.OK
+    assert await commit_one(a, old, GiveCredit()) == Outcome.FENCED
+    assert await credits_of(bench, POOL) == {"r": (0, 2)}
+
+
+async def test_each_pool_has_room_of_its_own(bench: Bench) -> None:
+    here, there = await bench.join("here"), await join_pool(bench, OTHER_POOL)
+    r, s = await held(here, "r"), await held(there, "s")
+    assert await commit_one(here, r, credit(MOST_BYTES, max_requests=1)) == Outcome.OK
+    assert await commit_one(there, s, credit(MOST_BYTES, max_requests=1), request_id="s") == Outcome.OK
+    assert await credits_of(bench, POOL) == {"r": (0, MOST_BYTES)}
+    assert await credits_of(bench, OTHER_POOL) == {"s": (0, MOST_BYTES)}
+
+
+async def test_a_request_that_goes_on_in_another_pool_takes_its_credit_along(bench: Bench) -> None:
+    here, there = await bench.join("here"), await join_pool(bench, OTHER_POOL, lease_s=BRIEF_LEASE_S)
+    old = await held(here)
+    assert await commit_one(here, old, credit(4)) == Outcome.OK
+    new = await take_one(there, "tokenizer")
+    assert await commit_one(there, new, credit(5)) == Outcome.OK
+    assert await credits_of(bench, POOL) == {}
+    assert await credits_of(bench, OTHER_POOL) == {"r": (0, 5)}
+    assert await commit_one(there, new, Finish(b"end", "finished"), ack=True) == Outcome.OK
+    assert await credits_of(bench, OTHER_POOL) == {}
+    assert await bench.leftovers() == []
+
+
+async def test_a_move_to_a_full_pool_leaves_the_credit_where_it_is(bench: Bench) -> None:
+    here, there = await bench.join("here"), await join_pool(bench, OTHER_POOL, lease_s=BRIEF_LEASE_S)
+    assert await commit_one(here, await held(here), credit(4)) == Outcome.OK
+    new = await take_one(there, "tokenizer")
+    assert await commit_one(there, new, credit(MOST_BYTES + 1)) == Outcome.FULL
+    assert await credits_of(bench, POOL) == {"r": (0, 4)}
+    assert await credits_of(bench, OTHER_POOL) == {}
+
+
+async def test_a_credit_is_given_back_from_wherever_its_request_is(bench: Bench) -> None:
+    here, there = await bench.join("here"), await join_pool(bench, OTHER_POOL, lease_s=BRIEF_LEASE_S)
+    assert await commit_one(here, await held(here), credit(4)) == Outcome.OK
+    new = await take_one(there, "tokenizer")
+    assert await commit_one(there, new, GiveCredit()) == Outcome.OK
+    assert await credits_of(bench, POOL) == {}
+
+
+# The way back to prefill
+
+
+async def restarted(transport: Transport, delivery: Delivery, attempt: int = 1, *, under: int = 0) -> Outcome:
+    restart = Restart(attempt, b"again %d" % attempt)
+    return await commit_one(transport, delivery, restart, attempt=under, ack=True)
+
+
+async def test_a_request_that_goes_back_is_served_before_what_waits(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    waiting = (Publish("prefill", "batch", b"batch"), Publish("prefill", "interactive", b"interactive"))
+    assert await commit_one(transport, delivery, *waiting) == Outcome.OK
+    assert await restarted(transport, delivery) == Outcome.OK
+    assert await transport.queue_length("prefill", "returned") == 1
+    assert await transport.queue_length("tokenizer", "interactive") == 0
+    received = await transport.receive("prefill", 3, block_s=0)
+    assert [(d.payload, d.tries) for d in received] == [(b"again 1", 1), (b"interactive", 1), (b"batch", 1)]
+
+
+async def test_a_waiting_prefill_wakes_up_for_what_goes_back(bench: Bench) -> None:
+    transport, other = await bench.join("a"), await bench.join("b")
+    delivery = await held(transport)
+    assert await other.receive("prefill", 1, block_s=0) == []
+    waiting = asyncio.create_task(other.receive("prefill", 1, block_s=30))
+    assert await restarted(transport, delivery) == Outcome.OK
+    assert [d.payload for d in await soon(waiting)] == [b"again 1"]
+
+
+async def test_what_was_done_under_the_old_attempt_is_refused_and_its_entries_go(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    raws = tuple(Publish("compressor", "interactive", b"raw %d" % index) for index in range(2))
+    assert await commit_one(transport, delivery, *raws) == Outcome.OK
+    taken = await take_one(transport, "compressor")
+    assert await restarted(transport, delivery) == Outcome.OK
+    assert await commit_one(transport, taken, AddChunk(0, b"old")) == Outcome.FENCED
+    assert await commit_one(transport, await take_one(transport, "compressor"), ack=True) == Outcome.FENCED
+    assert await transport.queue_length("compressor", "interactive") == 0
+    again = await take_one(transport, "prefill")
+    assert await commit_one(transport, again, Emit(b"old", 0, 1), attempt=0) == Outcome.FENCED
+    assert await transport.queue_length("prefill", "returned") == 0
+    assert await transport.read_results("r", 0, block_s=0) == []
+
+
+async def test_tokens_that_are_out_stay_and_the_next_one_follows_them(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    assert await commit_one(transport, delivery, Emit(b"a", 0, 1), Emit(b"b", 1, 2)) == Outcome.OK
+    assert await restarted(transport, delivery) == Outcome.OK
+    again = await take_one(transport, "prefill")
+    assert await commit_one(transport, again, Emit(b"a", 0, 1), attempt=1) == Outcome.FENCED
+    assert await commit_one(transport, again, Emit(b"c", 3, 1), attempt=1) == Outcome.OK
+    entries = [ResultEntry(1, b"a"), ResultEntry(3, b"b"), ResultEntry(4, b"c")]
+    assert await transport.read_results("r", 0, block_s=0) == entries
+
+
+async def test_the_credit_goes_along_with_the_new_attempt(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(6)) == Outcome.OK
+    assert await commit_one(transport, s, credit(4), request_id="s") == Outcome.OK
+    assert await restarted(transport, r) == Outcome.OK
+    assert await credits_of(bench, POOL) == {"r": (1, 6), "s": (0, 4)}
+    assert await commit_one(transport, s, credit(5), request_id="s") == Outcome.FULL
+    again = await take_one(transport, "prefill")
+    assert await commit_one(transport, again, credit(7), attempt=1) == Outcome.FULL
+    assert await commit_one(transport, again, credit(5), attempt=1) == Outcome.OK
+    assert await credits_of(bench, POOL) == {"r": (1, 5), "s": (0, 4)}
+    assert await commit_one(transport, again, Finish(b"end", "finished"), attempt=1, ack=True) == Outcome.OK
+    assert await credits_of(bench, POOL) == {"s": (0, 4)}
+
+
+async def test_a_request_without_credit_goes_back_without(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(1), GiveCredit()) == Outcome.OK
+    assert await restarted(transport, r) == Outcome.OK
+    assert await credits_of(bench, POOL) == {}
+    assert await commit_one(transport, s, credit(MOST_BYTES), request_id="s") == Outcome.OK
+
+
+async def test_a_credit_moves_to_the_pool_in_which_the_request_begins_again(bench: Bench) -> None:
+    here, there = await bench.join("here"), await join_pool(bench, OTHER_POOL)
+    delivery = await held(here)
+    assert await commit_one(here, delivery, credit(4)) == Outcome.OK
+    assert await restarted(here, delivery) == Outcome.OK
+    assert await credits_of(bench, POOL) == {"r": (1, 4)}
+    again = await take_one(there, "prefill")
+    assert await commit_one(there, again, credit(4), attempt=1) == Outcome.OK
+    assert await credits_of(bench, POOL) == {}
+    assert await credits_of(bench, OTHER_POOL) == {"r": (1, 4)}
+
+
+async def test_a_restart_that_is_sent_again_happens_once(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    assert await restarted(transport, delivery) == Outcome.OK
+    assert await restarted(transport, delivery) == Outcome.ALREADY
+    assert await transport.queue_length("prefill", "returned") == 1
+
+
+async def test_only_the_holder_sends_a_request_back(bench: Bench) -> None:
+    a, b = await bench.join("a"), await bench.join("b", lease_s=BRIEF_LEASE_S)
+    old = await held(a)
+    new = await take_one(b, "tokenizer")
+    assert await restarted(a, old) == Outcome.FENCED
+    assert await restarted(b, new, 2, under=1) == Outcome.FENCED
+    assert await a.queue_length("prefill", "returned") == 0
+    assert await restarted(b, new) == Outcome.OK
+
+
+async def test_a_request_that_was_cancelled_cannot_be_sent_back(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    assert await commit_one(transport, delivery, credit(1)) == Outcome.OK
+    assert await transport.cancel("r", b"cancelled") is True
+    assert await restarted(transport, delivery) == Outcome.GONE
+    assert await transport.queue_length("prefill", "returned") == 0
+    assert await bench.leftovers() == []
+
+
+async def test_a_request_that_was_sent_back_can_be_cancelled(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    assert await commit_one(transport, delivery, credit(1), AddChunk(0, b"old")) == Outcome.OK
+    assert await restarted(transport, delivery) == Outcome.OK
+    again = await take_one(transport, "prefill")
+    assert await commit_one(transport, again, AddChunk(0, b"new"), attempt=1) == Outcome.OK
+    assert await transport.cancel("r", b"cancelled") is True
+    assert await commit_one(transport, again, Emit(b"late", 0, 1), attempt=1) == Outcome.GONE
+    assert [await transport.chunks("r", attempt) for attempt in (0, 1)] == [{}, {}]
+    assert await credits_of(bench, POOL) == {}
+    assert await bench.leftovers() == []
+
+
+async def test_a_request_can_go_back_more_than_once(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await held(transport)
+    for under, attempt in ((0, 1), (1, 5), (5, 6)):
+        assert await restarted(transport, delivery, attempt, under=under) == Outcome.OK
+        delivery = await take_one(transport, "prefill")
+        assert delivery.payload == b"again %d" % attempt
+    assert await commit_one(transport, delivery, Finish(b"end", "finished"), attempt=6, ack=True) == Outcome.OK
+    assert await bench.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("attempt", "effects", "ack"),
+    [
+        (0, (Restart(1, b"again"), Emit(b"a", 0, 1)), True),
+        (0, (AddChunk(0, b"a"), Restart(1, b"again")), True),
+        (0, (Restart(1, b"again"), Restart(2, b"again")), True),
+        (0, (Restart(1, b"again"), Finish(b"end", "failed")), True),
+        (0, (Restart(1, b"again"),), False),
+        (1, (Restart(1, b"again"),), True),
+        (2, (Restart(1, b"again"),), True),
+    ],
+)
+def test_a_restart_stands_alone_ends_its_delivery_and_grows(
+    attempt: int, effects: tuple[Effect, ...], ack: bool
+) -> None:
+    with pytest.raises(ValueError, match="restart"):
+        Transaction(Delivery("decode", "stream", "1-0", "nonce", b"", 1), "r", attempt, effects, ack)
 
 
 # Processes

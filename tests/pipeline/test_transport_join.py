@@ -12,6 +12,7 @@ from pipeline.transport import (
     Outcome,
     Plan,
     Publish,
+    Restart,
     Transaction,
     Transport,
 )
@@ -161,3 +162,73 @@ async def test_another_attempt_has_other_chunks(bench: Bench) -> None:
     await transport.commit([step(delivery, CHUNKS[0])])
     assert await transport.chunks("r", 1) == {}
     assert await transport.chunks("nobody", 0) == {}
+
+
+# Under a new attempt
+
+
+async def sent_back(transport: Transport, delivery: Delivery) -> Delivery:
+    """The request's entry in front of prefill, under attempt 1."""
+    restart = Transaction(delivery, "r", 0, (Restart(1, b"again"),), ack=True)
+    assert await transport.commit([restart]) == [Outcome.OK]
+    return await take_one(transport, "prefill")
+
+
+def again(delivery: Delivery, *effects: Effect) -> Transaction:
+    return Transaction(delivery, "r", 1, effects, ack=False)
+
+
+async def test_a_request_that_goes_back_leaves_its_chunks_and_its_plan(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await running(transport)
+    await transport.commit([step(delivery, *CHUNKS[:2], PLAN)])
+    delivery = await sent_back(transport, delivery)
+    assert [await transport.chunks("r", attempt) for attempt in (0, 1)] == [{}, {}]
+    new = tuple(AddChunk(index, b"new %d" % index) for index in range(3))
+    # The third one alone does not complete the old plan, nor do all of them without a plan of their own.
+    for effect in reversed(new):
+        assert await transport.commit([again(delivery, effect)]) == [Outcome.OK]
+    assert await decode_entries(transport) == 0
+    assert await transport.commit([again(delivery, Plan(3, "batch", b"new plan"))]) == [Outcome.OK]
+    assert [d.payload for d in await transport.receive("decode", 5, block_s=0)] == [b"new plan"]
+    assert await transport.chunks("r", 1) == {0: b"new 0", 1: b"new 1", 2: b"new 2"}
+    assert await transport.chunks("r", 0) == {}
+
+
+async def test_a_plan_under_the_new_attempt_waits_for_chunks_of_its_own(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await running(transport)
+    await transport.commit([step(delivery, *CHUNKS)])
+    delivery = await sent_back(transport, delivery)
+    assert await transport.commit([again(delivery, Plan(1, "batch", b"new plan"))]) == [Outcome.OK]
+    assert await decode_entries(transport) == 0
+    assert await transport.commit([again(delivery, AddChunk(0, b"new"))]) == [Outcome.OK]
+    assert await decode_entries(transport) == 1
+
+
+async def test_decode_gets_a_request_once_under_each_attempt(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await running(transport)
+    await transport.commit([Transaction(delivery, "r", 0, (*CHUNKS, PLAN), ack=True)])
+    delivery = await sent_back(transport, await take_one(transport, "decode"))
+    assert await decode_entries(transport) == 0
+    parts = (*CHUNKS, Plan(3, "interactive", b"new plan"))
+    assert await transport.commit([again(delivery, *parts), again(delivery, *parts)]) == [Outcome.OK] * 2
+    assert [d.payload for d in await transport.receive("decode", 5, block_s=0)] == [b"new plan"]
+
+
+async def test_chunks_of_the_old_attempt_come_too_late(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await running(transport)
+    await transport.commit([step(delivery, Publish("compressor", "batch", b"raw"), CHUNKS[0])])
+    late = await take_one(transport, "compressor")
+    delivery = await sent_back(transport, delivery)
+    await transport.commit([again(delivery, Plan(2, "batch", b"new plan"), AddChunk(0, b"new"))])
+    sealed = Transaction(late, "r", 0, (AddChunk(1, b"old"),), ack=True)
+    assert await transport.commit([sealed]) == [Outcome.FENCED]
+    assert await decode_entries(transport) == 0
+    assert [await transport.chunks("r", attempt) for attempt in (0, 1)] == [{}, {0: b"new"}]
+    end = Transaction(delivery, "r", 1, (Finish(b"end", "failed"),), ack=True)
+    assert await transport.commit([end]) == [Outcome.OK]
+    assert await transport.chunks("r", 1) == {}
+    assert await bench.leftovers() == []

@@ -32,6 +32,7 @@ from pipeline.settings import Settings
 from pipeline.transport import Outcome, Restart, Transaction
 from pipeline.upkeep import Upkeep, open_upkeep
 from stages.common import sweeper as sweeper_module
+from stages.common.capacity import Capacity, capacity_of
 from stages.common.kv_blobs import owner_of
 from stages.common.pool_mark import PoolMark
 from stages.common.pool_sweeper import PoolSweeper
@@ -332,13 +333,17 @@ def test_the_shorter_the_leases_the_more_often_it_sweeps(lease_s: float, expecte
     assert interval_s(lease_s) == expected_s
 
 
-async def test_every_stage_sweeps_for_as_long_as_it_runs(settings: Settings, pool: FilePool, upkeep: Upkeep) -> None:
+async def test_every_stage_says_what_it_takes_and_sweeps_for_as_long_as_it_runs(
+    settings: Settings, pool: FilePool, upkeep: Upkeep
+) -> None:
     blob(pool, "orphan")
 
     async def is_counted() -> bool:
         return await upkeep.counters() == {KV_MISSING: 1, ORPHANS_REMOVED: 1}
 
-    async with stage_process("compressor", settings, {}, pool.pool_id) as process:
+    capacity = {"slots": 3, "pages": 9}
+    async with stage_process("decode", settings, {}, pool.pool_id, capacity=capacity) as process:
+        assert capacity_of(await process.transport.processes(), pool.pool_id) == Capacity(slots=3, pages=9)
         process.counters.add(KV_MISSING)
         await until(is_counted)
         assert pool.names() == []

@@ -63,3 +63,28 @@ async def test_a_request_cancelled_just_before_pages_are_free_is_not_computed(
                 assert (await line.answer("next")).result == result_alone(line, message)
     assert "kv_recomputed" not in [entry["event"] for entry in logs]
     line.assert_nothing_left()
+
+
+async def test_a_request_cancelled_while_it_is_computed_again_stops_between_two_pieces(line: Line) -> None:
+    await line.submit("r", prompt_of(5 * CHUNK_TOKENS + 1), 4)
+    await at_decodes_door(line, 1)
+    for name in line.pool.names():
+        line.pool.release(name)
+    async with line.process("decode") as decode:
+        assert decode.engine is not None
+        compute, num_pieces = decode.engine.compute, 0
+
+        async def watched(*args, **kwargs):
+            nonlocal num_pieces
+            num_pieces += 1
+            if num_pieces == 2:
+                await line.cancel("r")
+            return await compute(*args, **kwargs)
+
+        decode.engine.compute = watched
+        await holds(lambda: line.num_entries("decode") == 0)
+        message = await line.submit("next", prompt_of(5), 3)
+        async with line.running("prefill", "compressor"):
+            assert (await line.answer("next")).result == result_alone(line, message)
+    line.assert_nothing_left()
+    assert num_pieces == 2 + 2  # of the next one: it has two tokens to go

@@ -44,3 +44,22 @@ async def test_a_request_cancelled_after_its_prefill_was_killed_leaves_no_blob(l
         await holds(lambda: line.num_entries("prefill") == 0)
     assert prefill.transport.committed == []
     line.assert_nothing_left()
+
+
+async def test_a_long_prompt_that_wants_one_token_stops_within_a_chunk_of_its_cancellation(line: Line) -> None:
+    await line.submit("r", prompt_of(8 * CHUNK_TOKENS), 1)
+    async with line.process("prefill") as prefill:
+        assert prefill.engine is not None
+        compute, num_chunks = prefill.engine.compute, 0
+
+        async def watched(*args, **kwargs):
+            nonlocal num_chunks
+            num_chunks += 1
+            if num_chunks == 3:
+                await line.cancel("r")
+            return await compute(*args, **kwargs)
+
+        prefill.engine.compute = watched
+        await holds(lambda: line.num_entries("prefill") == 0)
+    assert num_chunks == 3
+    line.assert_nothing_left()
