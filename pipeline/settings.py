@@ -101,6 +101,7 @@ class Settings(BaseSettings):
         int,
         Field(
             ge=1,
+            le=4096,
             description="Requests between prefill and their end in decode; at most twice what decode has slots.",
         ),
     ] = 64

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.bench import batch_memory, end_to_end, queue_cost
+from ops.bench import batch_memory, end_to_end, queue_cost, resume
 from ops.commands.common import (
     ModelOption,
     NumDecode,
@@ -22,6 +22,7 @@ from pipeline.batch.options import served_name
 from pipeline.settings import Settings
 
 DEFAULT_BATCHES = "1,4,16,32"
+DEFAULT_PROMPTS = "256,1024,4096"
 
 app = typer.Typer(add_completion=False)
 
@@ -101,7 +102,7 @@ def engine_command(
     python -m ops.bench engine
     python -m ops.bench engine --batches 1,4 --steps 4 --repetitions 1 --no-save
     """
-    sizes = [_size(text) for text in batches.split(",")]
+    sizes = [_size(text, "--batches") for text in batches.split(",")]
     execute(_engine(command_settings(model), sizes, (steps, repetitions), Destination(into, name, save)))
 
 
@@ -127,6 +128,27 @@ def queue_command(  # noqa: PLR0913 - one parameter for each option
     execute(_queue(plan, settings, Destination(into, name, save)))
 
 
+@app.command("resume")
+def resume_command(
+    *,
+    prompts: Annotated[str, typer.Option(help="Tokens of prompts, separated by commas.")] = DEFAULT_PROMPTS,
+    emitted: Annotated[int, typer.Option(min=2, help="Output tokens that are out when decode is killed.")] = 300,
+    repetitions: Repetitions = 3,
+    model: ModelOption = None,
+    name: Annotated[str, typer.Option(help="Of the record.")] = "resume",
+    save: Save = True,
+    into: Into = INTO,
+) -> None:
+    """Measure how long it takes to go on after decode was killed: with checkpoints, without, and all over again.
+
+    python -m ops.bench resume
+    python -m ops.bench resume --prompts 256 --emitted 70 --repetitions 1 --no-save
+    """
+    sizes = tuple(_size(text, "--prompts") for text in prompts.split(","))
+    plan = resume.Plan(sizes, emitted, repetitions)
+    execute(_resume(plan, command_settings(model), Destination(into, name, save)))
+
+
 @app.command("batch")
 def batch_command(
     *,
@@ -146,9 +168,10 @@ def batch_command(
     execute(_batch(plan, command_settings(model), Destination(into, name, save)))
 
 
-def _size(text: str) -> int:
+def _size(text: str, option: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is no batch size", param_hint="--batches")
+        what = "batch size" if option == "--batches" else "number of tokens"
+        raise typer.BadParameter(f"{text!r} is no {what}", param_hint=option)
     return int(text)
 
 
@@ -182,6 +205,11 @@ async def _engine(settings: Settings, batches: list[int], counts: tuple[int, int
 
 async def _queue(plan: queue_cost.Plan, settings: Settings, destination: Destination) -> int:
     destination.take(*await queue_cost.run(plan, settings, checked_model(settings), _note))
+    return 0
+
+
+async def _resume(plan: resume.Plan, settings: Settings, destination: Destination) -> int:
+    destination.take(*await resume.run(plan, settings, checked_model(settings), _note))
     return 0
 
 

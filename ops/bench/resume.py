@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from ops.bench.load import LoadFailed
 from ops.bench.prompts import Prompts
@@ -49,6 +49,8 @@ PROCESS = "decode"
 LOG_TIMEOUT_S = 10.0
 LOG_POLL_S = 0.05
 
+T = TypeVar("T")
+
 
 class NotTakenOver(SluiceError):  # noqa: N818 - reads as the fact it states
     """A request that was to be taken over was not, so there is nothing to measure."""
@@ -70,6 +72,8 @@ class Plan:
 class TakeOver:
     """One request that outlived its process."""
 
+    size: int
+    """Tokens of the prompt, as planned."""
     keep_kv: bool
     prompt_tokens: int
     emitted_tokens: int
@@ -90,6 +94,8 @@ class TakeOver:
 class FreshPrefill:
     """A prompt as long as prompt and output of the request that it is compared with."""
 
+    size: int
+    """Tokens of that request's prompt, as planned."""
     prompt_tokens: int
     compute_s: float
     """From prefill's claim to token 0."""
@@ -101,7 +107,6 @@ class FreshPrefill:
 class Row:
     """Medians of one size."""
 
-    prompt_tokens: int
     with_checkpoints: TakeOver
     without: TakeOver
     fresh: FreshPrefill
@@ -141,16 +146,17 @@ async def run(
 
 
 def medians(taken: Sequence[TakeOver], fresh: Sequence[FreshPrefill]) -> list[Row]:
-    """Return a row for each size; take-overs of a size are compared with the prefills nearest in length."""
+    """Return a row for each size; a median is a measurement as a whole, so that its parts belong together."""
     rows: list[Row] = []
-    for size in sorted({one.prompt_tokens for one in taken}):
-        ours = [one for one in taken if one.prompt_tokens == size]
-        kept, lost = ([one for one in ours if one.keep_kv is keep_kv] for keep_kv in (True, False))
-        total = median(one.prompt_tokens + one.emitted_tokens for one in ours)
-        nearest = min((abs(one.prompt_tokens - total) for one in fresh), default=0.0)
-        beside = [one for one in fresh if abs(one.prompt_tokens - total) == nearest]
-        if kept and lost and beside:
-            rows.append(Row(size, _median_of(kept), _median_of(lost), _median_prefill(beside)))
+    for size in sorted({one.size for one in taken}):
+        kept, lost = ([one for one in taken if one.size == size and one.keep_kv is keep] for keep in (True, False))
+        beside = [one for one in fresh if one.size == size]
+        rows.append(
+            Row(
+                *(_median(ways, lambda one: one.take_over_s) for ways in (kept, lost)),
+                _median(beside, lambda one: one.second_token_s),
+            )
+        )
     return rows
 
 
@@ -175,7 +181,7 @@ def table(rows: Sequence[Row]) -> str:
         kept, lost, fresh = row.with_checkpoints, row.without, row.fresh
         cells.append(
             (
-                f"{row.prompt_tokens} + {kept.emitted_tokens}",
+                f"{kept.prompt_tokens} + {kept.emitted_tokens}",
                 f"{kept.recomputed_tokens}",
                 f"{kept.take_over_s:.3f}",
                 f"{kept.load_s:.3f}",
@@ -214,7 +220,7 @@ class _Trial:
                 taken.append(await self._take_over(size))
                 await all_ready(self._stack)
                 # Also after each kill, so that the process that decodes its second token is as new as the other was.
-                fresh.append(await self._fresh_prefill(taken[-1].prompt_tokens + taken[-1].emitted_tokens))
+                fresh.append(await self._fresh_prefill(size, taken[-1].prompt_tokens + taken[-1].emitted_tokens))
         return taken, fresh
 
     async def _take_over(self, size: int) -> TakeOver:
@@ -230,6 +236,7 @@ class _Trial:
         assert usage is not None, "one that did not fail has it"
         prefilled_us = _stamp(answer, PREFILL_CLAIMED)
         return TakeOver(
+            size=size,
             keep_kv=self._stack.settings.keep_kv,
             prompt_tokens=usage.prompt_tokens,
             emitted_tokens=first_index,
@@ -241,13 +248,14 @@ class _Trial:
             take_over_s=(first_us - claimed_us) / 1e6,
         )
 
-    async def _fresh_prefill(self, num_tokens: int) -> FreshPrefill:
+    async def _fresh_prefill(self, size: int, num_tokens: int) -> FreshPrefill:
         arrivals = _Arrivals()
         answer = await self._answer(num_tokens, 2, arrivals)
         claimed_us = _stamp(answer, PREFILL_CLAIMED)
         usage = answer.terminal.usage
         assert usage is not None, "one that did not fail has it"
         return FreshPrefill(
+            size=size,
             prompt_tokens=usage.prompt_tokens,
             compute_s=(_stamp(answer, FIRST_TOKEN) - claimed_us) / 1e6,
             second_token_s=(arrivals.all[-1][1] - claimed_us) / 1e6,
@@ -328,10 +336,6 @@ def _stamp(answer: Answer, boundary: str) -> int:
     return next(stamp.at_us for stamp in answer.terminal.stamps if stamp.boundary == boundary)
 
 
-def _median_of(taken: Sequence[TakeOver]) -> TakeOver:
-    """The one in the middle by its take-over, so that its parts belong together."""
-    return sorted(taken, key=lambda one: one.take_over_s)[(len(taken) - 1) // 2]
-
-
-def _median_prefill(fresh: Sequence[FreshPrefill]) -> FreshPrefill:
-    return sorted(fresh, key=lambda one: one.second_token_s)[(len(fresh) - 1) // 2]
+def _median(values: Sequence[T], by: Callable[[T], float]) -> T:
+    """Return the lower one of those in the middle."""
+    return sorted(values, key=by)[(len(values) - 1) // 2]

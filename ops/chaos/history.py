@@ -115,9 +115,15 @@ class History:
         await holds(lambda: arrived() >= number, timeout_s, lambda: f"{arrived()} of {number} tokens arrived")
 
     def longest_gap_s(self, after: float, requests: Sequence[Seen] | None = None) -> float:
-        """Return the longest time in which no request moved, from a moment on to the last end."""
-        moments = sorted(moment for seen in requests or self.requests for moment in _moments(seen) if moment >= after)
-        return max((later - earlier for earlier, later in zip([after, *moments], moments, strict=False)), default=0.0)
+        """Return the longest time in which no request moved, from a moment on to the last end.
+
+        Where all of them were submitted later, from then on.
+        """
+        judged = self.requests if requests is None else requests
+        began_at = max(after, min((seen.submitted_at for seen in judged), default=after))
+        moments = sorted(moment for seen in judged for moment in _moments(seen) if moment >= began_at)
+        gaps = (later - earlier for earlier, later in zip([began_at, *moments], moments, strict=False))
+        return max(gaps, default=0.0)
 
     async def close(self) -> None:
         """Follow nothing any more."""

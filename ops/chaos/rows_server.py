@@ -1,6 +1,7 @@
 """Rows about the server: killed, frozen, emptied, set back, full, and with files that were cut."""
 
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -210,11 +211,14 @@ def _cut(directory: Path) -> None:
 
 
 def _damage(directory: Path) -> None:
-    """Write over the middle of the file."""
+    """Write over a command in the middle of the file."""
     [file] = _newest(directory)
+    data = file.read_bytes()
+    begins = re.compile(rb"\r\n\*\d+\r\n\$").search(data, len(data) // 2)
+    assert begins is not None, "a file of many commands"
     with file.open("r+b") as opened:
-        opened.seek(file.stat().st_size // 2)
-        opened.write(b"\r\n*not a command\r\n" * 4)
+        opened.seek(begins.start() + 2)
+        opened.write(b"#####")
 
 
 def _newest(directory: Path) -> Sequence[Path]:

@@ -166,9 +166,8 @@ async def _age_leases(trial: Trial) -> int:
     async for key in trial.redis.scan_iter(match=f"{trial.keys.namespace}:stream:*", _type="stream"):
         for group in await trial.redis.xinfo_groups(key):
             for entry in await trial.redis.xpending_range(key, group["name"], "-", "+", 100):
-                aged = await trial.redis.execute_command(
-                    *("XCLAIM", key, group["name"], entry["consumer"], 0, entry["message_id"]),
-                    *("IDLE", AGED_MS, "JUSTID"),
+                aged = await trial.redis.xclaim(
+                    *(key, group["name"], entry["consumer"], 0, [entry["message_id"]]), idle=AGED_MS, justid=True
                 )
                 num_aged += len(aged)
     return num_aged

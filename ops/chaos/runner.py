@@ -6,6 +6,7 @@ Owns the models that rows are run on, and the order. Knows nothing about any one
 import asyncio
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,11 @@ async def _run(row: Row, lab: Lab) -> RowResult:
     except NotRun as reason:
         verdict = "not run"
         lab.note(str(reason))
-    except (SluiceError, TimeoutError, OSError) as error:
+    except (SluiceError, TimeoutError) as error:
         lab.problems([f"{type(error).__name__}: {error}"])
+    except Exception as error:  # noqa: BLE001 - a row that breaks is one that fails, and the others are run all the same
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        lab.problems([f"the row broke: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"])
     if lab.found.problems:
         verdict = "FAILED"
     return _result(row, verdict, lab.found.notes, lab.found.problems, time.monotonic() - started_at)

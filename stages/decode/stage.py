@@ -18,13 +18,14 @@ import structlog
 from pipeline import counters as names
 from pipeline import faults
 from pipeline.boundaries import FINISHED
-from pipeline.clock import monotonic_s, now_us
+from pipeline.clock import now_us
 from pipeline.counters import Counters
 from pipeline.errors import ServerError, StateDamaged
 from pipeline.keys import SUSPECT_DELIVERIES
 from pipeline.leases import LeaseKeeper
 from pipeline.messages import PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Outcome, Transaction, Transport
+from stages.common.draining import Drain
 from stages.decode.admission import Admission
 from stages.decode.checkpoints import Checkpoints
 from stages.decode.request import DecodeRequest, key_of
@@ -165,12 +166,10 @@ class DecodeStage:
 
     async def _step_until(self, feeder: asyncio.Task[None], stopping: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
         emission: asyncio.Task[None] | None = None
-        stop_at: float | None = None
+        drain = Drain(stopping, DRAIN_S)
         while not feeder.done() or self._running:
-            if stopping.is_set():
-                stop_at = stop_at or monotonic_s() + DRAIN_S
-                if monotonic_s() >= stop_at and feeder.done():
-                    break
+            if drain.is_over() and feeder.done():
+                break
             requests = list(self._running.values())
             if not requests:
                 await self._wait_until(lambda: bool(self._running) or feeder.done())

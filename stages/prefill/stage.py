@@ -25,6 +25,7 @@ from pipeline.messages import Failure, PrefilledPrompt, Stamp, TokenizedPrompt
 from pipeline.transport import Delivery, Effect, Finish, Outcome, Plan, TakeCredit, Transaction, Transport
 from stages.common import results
 from stages.common.chunking import chunks_of
+from stages.common.draining import Drain
 from stages.common.emitted import emitted_tokens
 from stages.common.failures import fail
 from stages.common.intake import open_delivery, still_wanted
@@ -41,6 +42,7 @@ from stages.text.tokenizer import Tokenizer
 
 log = structlog.get_logger("prefill")
 
+DRAIN_S = 5.0  # most prompts are through by then; what was computed of another one is lost
 _BLOCK_S = 1.0  # how long one read waits for work; a stop is noticed within it
 _CREDIT_POLL_S = 0.05  # how often credit is asked for while there is none; an answer takes far longer
 _YIELD_S = 0.25  # how often a prompt that waits for credit looks whether a more urgent one has come
@@ -64,7 +66,7 @@ class PrefillLimits:
 
 
 class PrefillStage:
-    """Runs until told to stop, then finishes the prompt it is at."""
+    """Runs until told to stop; then it finishes the prompt it is at, or hands it back when that takes too long."""
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class PrefillStage:
         emitted = await emitted_tokens(self._transport, message.request_id) if message.num_restarts else []
         sequence = self._sequence(message, emitted)
         try:
-            await self._compute(delivery, message, sequence, emitted)
+            await self._compute(delivery, message, sequence, emitted, Drain(stopping, DRAIN_S))
         except LostRequestError as lost:
             log.info("request_dropped", request_id=message.request_id, outcome=str(lost))
         except PoolFull as error:
@@ -184,7 +186,12 @@ class PrefillStage:
         )
 
     async def _compute(
-        self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, emitted: list[int]
+        self,
+        delivery: Delivery,
+        message: TokenizedPrompt,
+        sequence: Sequence,
+        emitted: list[int],
+        drain: Drain,
     ) -> None:
         *earlier, last = chunks_of(
             message.request_id,
@@ -210,6 +217,7 @@ class PrefillStage:
                         handovers.create_task(self._publish(delivery, message, sequence, chunk, computed))
                     else:  # it ends here, and nobody will read its KV
                         await self._commit(delivery, message, (), ack=False)
+                    await self._leave_if_over(drain, delivery)
                 first = await self._engine.compute(self._last_chunk, message, sequence, last, emitted)
                 self._leases.progressed()
                 await faults.reach("prefill.computed")
@@ -218,6 +226,11 @@ class PrefillStage:
         except* PoolFull as full:
             raise full.exceptions[0] from full
         await self._finish(delivery, message.stamped(FIRST_TOKEN, now_us(), delivery.consumer), sequence, last, first)
+
+    async def _leave_if_over(self, drain: Drain, delivery: Delivery) -> None:
+        if drain.is_over():
+            await self._transport.hand_back([delivery])
+            raise LostRequestError("handed back")
 
     def _last_chunk(
         self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, emitted: list[int]

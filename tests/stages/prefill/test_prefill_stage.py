@@ -10,7 +10,7 @@ from pipeline.keys import MAX_DELIVERIES
 from pipeline.memory_broker import Credit
 from pipeline.messages import PrefilledPrompt, RawChunk
 from pipeline.transport import Emit, Finish, Outcome, Plan, Publish, Transaction
-from stages.prefill import handover, room
+from stages.prefill import handover, room, stage
 from stages.prefill.handover import Handover
 from tests.stages.alone import ascii_only, packed_alone, prompt_of, result_alone
 from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
@@ -314,3 +314,26 @@ async def test_a_pool_that_could_never_hold_a_chunk_stops_the_start(line: Line, 
     line.pool.quota_bytes = 9000
     with line.engine(1) as engine, pytest.raises(InvalidValue, match="kv_pool_bytes is 9000, expected at least"):
         Handover(engine, line.pool, chunk_tokens=2 * CHUNK_TOKENS, seal=seal, compression="none")
+
+
+async def test_a_stop_in_mid_prompt_hands_it_back_and_the_next_process_answers(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "DRAIN_S", 0.0)
+    message = await line.submit("r", prompt_of(6 * CHUNK_TOKENS), 4)
+    async with line.running("compressor"):
+        async with line.process("prefill", hold=publishes) as leaving:
+            await soon(leaving.transport.holding.wait())
+            leaving.stopping.set()
+            await soon(leaving.task)
+        [entry] = [
+            entry
+            for name, entries in line.queues.broker.streams.items()
+            if ":prefill:" in name
+            for entry in entries.values()
+        ]
+        assert (entry.nonce, entry.tries) == (None, 0)
+        async with line.running("prefill", "decode"):
+            answer = await line.answer("r")
+    assert answer.result == result_alone(line, message)
+    line.assert_nothing_left()
