@@ -72,7 +72,6 @@ class CommitArgs:
                 self.keys.append(self._credits())
                 self.args += ["credit", transaction.request_id, num_bytes, max_bytes, max_requests]
             case GiveCredit():
-                self.keys.append(self._credits())
                 self.args += ["give", transaction.request_id]
             case Restart(attempt, payload):
                 self.keys.append(self._names.stream("prefill", RETURNED))

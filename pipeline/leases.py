@@ -8,17 +8,43 @@ import asyncio
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Protocol
 
 import structlog
 
 from pipeline.errors import ServerError
 from pipeline.keys import HANG_LEASES
-from pipeline.transport import Delivery, Transport
+from pipeline.renewal import Renewal
+from pipeline.transport import Delivery
 
 RENEWALS_PER_LEASE = 3  # two may fail, or come late
 HANG_TICKS = HANG_LEASES * RENEWALS_PER_LEASE
 
 log = structlog.get_logger("leases")
+
+
+class Leases(Protocol):
+    """What a stage says about its work. All of it belongs to the event loop's thread, but for progressed()."""
+
+    def hold(self, delivery: Delivery) -> None:
+        """Renew this delivery from now on."""
+        ...
+
+    def drop(self, delivery: Delivery) -> None:
+        """Renew it no more: it is done, given up, or left to its lease."""
+        ...
+
+    def holds(self, delivery: Delivery) -> bool:
+        """Return whether it is being renewed; False after it was found lost."""
+        ...
+
+    def progressed(self) -> None:
+        """Note that the work moves; may be called from any thread."""
+        ...
+
+    async def run(self) -> None:
+        """Keep them until cancelled."""
+        ...
 
 
 class LeaseKeeper:
@@ -34,7 +60,7 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        transport: Transport,
+        renewal: Renewal,
         lease_s: float,
         on_lost: Callable[[Delivery], None] | None = None,
         on_hung: Callable[[], None] | None = None,
@@ -42,12 +68,12 @@ class LeaseKeeper:
         """Prepare it.
 
         Args:
-            transport: Renews.
+            renewal: Renews, as every transport can.
             lease_s: How long a lease lasts without renewal.
             on_lost: Is told, at most once, of a delivery that somebody else has now.
             on_hung: Is told, at most once, that the work has stood still for so long that nobody should wait for it.
         """
-        self._transport = transport
+        self._renewal = renewal
         self._lease_s = lease_s
         self._on_lost = on_lost
         self._on_hung = on_hung
@@ -60,15 +86,15 @@ class LeaseKeeper:
         """Renew this delivery from now on."""
         if not self._held:
             self.progressed()  # idle time is not a hang
-        self._held[_claim(delivery)] = delivery
+        self._held[claim_of(delivery)] = delivery
 
     def drop(self, delivery: Delivery) -> None:
         """Renew it no more: it is done, given up, or left to its lease."""
-        self._held.pop(_claim(delivery), None)
+        self._held.pop(claim_of(delivery), None)
 
     def holds(self, delivery: Delivery) -> bool:
         """Return whether it is being renewed; False after it was found lost."""
-        return _claim(delivery) in self._held
+        return claim_of(delivery) in self._held
 
     def progressed(self) -> None:
         """Note that the work moves."""
@@ -89,13 +115,13 @@ class LeaseKeeper:
         if not deliveries or self._stands_still():
             return
         try:
-            kept = await self._transport.renew(deliveries)
+            kept = await self._renewal.renew(deliveries)
         except ServerError as error:
             log.warning("leases_not_renewed", num_held=len(deliveries), problem=str(error))
             self._ticks_still = 0  # the work may be waiting for the server too: that is no hang
             return
         for delivery, still_held in zip(deliveries, kept, strict=True):
-            if not still_held and self._held.pop(_claim(delivery), None):
+            if not still_held and self._held.pop(claim_of(delivery), None):
                 log.warning("lease_lost", stream=delivery.stream, entry_id=delivery.entry_id)
                 if self._on_lost:
                     self._on_lost(delivery)
@@ -112,7 +138,8 @@ class LeaseKeeper:
         return self._ticks_still >= HANG_TICKS
 
 
-def _claim(delivery: Delivery) -> tuple[str, str, str]:
+def claim_of(delivery: Delivery) -> tuple[str, str, str]:
+    """Return what tells this claim on an entry from any other."""
     return delivery.stream, delivery.entry_id, delivery.nonce
 
 

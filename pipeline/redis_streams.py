@@ -31,6 +31,7 @@ from pipeline.keys import (
 from pipeline.redis_calls import Arg, RedisCalls, command, read_stream
 from pipeline.redis_durable import script_on_disk
 from pipeline.redis_receive import BLOCK_SLICE_S, StageReceiver
+from pipeline.renewal import RedisRenewal, fences
 from pipeline.time_limit import time_limit_ms
 from pipeline.transport import (
     Accepted,
@@ -85,6 +86,7 @@ class RedisStreams:
         self._monotonic = monotonic
         # Longer than a lease would be in vain: the work would belong to somebody else.
         self._calls = _Calls(commands, address, options.lease_s, monotonic)
+        self._renewal = RedisRenewal(self._calls, keys, options.consumer)
         self._receivers: dict[str, StageReceiver] = {}
         self._registered: set[str] = set()
 
@@ -136,12 +138,7 @@ class RedisStreams:
 
     async def renew(self, deliveries: Sequence[Delivery]) -> list[bool]:
         """Extend the leases; False means lost, which no later renewal can undo."""
-        if not deliveries:
-            return []
-        keys = [name for d in deliveries for name in (d.stream, self._keys.claims(d.stream))]
-        args = [self.consumer, *_fences(deliveries)]
-        reply: list[int] = await self._calls.script("renew", keys, args)
-        return [held == 1 for held in reply]
+        return await self._renewal.renew(deliveries)
 
     async def commit(self, transactions: Sequence[Transaction]) -> list[Outcome]:
         """Carry out transactions in order, in one round trip; a refused one does not touch the others."""
@@ -169,13 +166,13 @@ class RedisStreams:
         keys = [
             name for d in deliveries for name in (d.stream, self._keys.claims(d.stream), self._keys.tries(d.stream))
         ]
-        await self._calls.script("hand_back", keys, [self.consumer, HANDBACK, *_fences(deliveries)])
+        await self._calls.script("hand_back", keys, [self.consumer, HANDBACK, *fences(deliveries)])
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Move an entry that belongs to no known request to the dead stream, unless it is lost."""
         stream = delivery.stream
         keys = [stream, self._keys.claims(stream), self._keys.tries(stream), self._keys.dead(delivery.stage)]
-        args = [self.consumer, *_fences([delivery]), MAX_DEAD, DEAD_TTL_S, delivery.payload, reason]
+        args = [self.consumer, *fences([delivery]), MAX_DEAD, DEAD_TTL_S, delivery.payload, reason]
         await self._calls.script("dead_letter", keys, args)
 
     async def chunks(self, request_id: str, attempt: int) -> dict[int, bytes]:
@@ -210,18 +207,9 @@ class RedisStreams:
     async def register(self, stage: str, info: bytes, ttl_s: float) -> None:
         """Announce this process for ttl_s seconds; info replaces what it announced before."""
         self._registered.add(stage)
-        key = self._keys.process(stage, self.consumer)
-        await self._command("SET", key, info, "PX", round(1000 * ttl_s))
-        await self._command("SADD", self._keys.processes(), f"{stage}:{self.consumer}")
-        await self._command("EXPIRE", self._keys.processes(), PROC_INDEX_TTL_S)
-        if self._options.pool_id is not None:
-            await self._announce_pool(self._options.pool_id)
-
-    async def _announce_pool(self, pool_id: str) -> None:
-        # By the server's clock, as whoever judges its age does: the clocks of hosts differ.
-        seconds, microseconds = cast("tuple[int, int]", await self._command("TIME"))
-        await self._command("ZADD", self._keys.pools(), 1000 * seconds + microseconds // 1000, pool_id)
-        await self._command("EXPIRE", self._keys.pools(), POOLS_TTL_S)
+        keys = [self._keys.process(stage, self.consumer), self._keys.processes(), self._keys.pools()]
+        args: list[Arg] = [info, round(1000 * ttl_s), f"{stage}:{self.consumer}", PROC_INDEX_TTL_S]
+        await self._calls.script("register", keys, [*args, self._options.pool_id or "", POOLS_TTL_S])
 
     async def processes(self) -> list[Process]:
         """Return the processes whose registration has not run out, by stage and consumer."""
@@ -267,10 +255,6 @@ class RedisStreams:
             key, member = self._keys.process(stage, self.consumer), f"{stage}:{self.consumer}"
             await once.call(lambda key=key: execute("DEL", key), "DEL")
             await once.call(lambda member=member: execute("SREM", self._keys.processes(), member), "SREM")
-
-
-def _fences(deliveries: Sequence[Delivery]) -> list[Arg]:
-    return [word for d in deliveries for word in (d.stage, d.entry_id, d.nonce)]
 
 
 def _result_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> ResultEntry:

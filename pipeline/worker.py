@@ -30,7 +30,7 @@ from pipeline.boundaries import CLAIMED, FINISHED
 from pipeline.clock import now_us
 from pipeline.errors import InvalidRequest, ServerError, SluiceError, StateDamaged, WireError
 from pipeline.keys import MAX_DELIVERIES, SUSPECT_DELIVERIES
-from pipeline.leases import LeaseKeeper
+from pipeline.leases import Leases
 from pipeline.messages import Failure, Stamp, Terminal
 from pipeline.transport import DeadLetter, Delivery, Effect, Finish, Outcome, Transaction, Transport
 
@@ -64,7 +64,7 @@ class MapStage(Protocol):
         ...
 
 
-async def run_worker(stage: MapStage, transport: Transport, leases: LeaseKeeper, stopping: asyncio.Event) -> None:
+async def run_worker(stage: MapStage, transport: Transport, leases: Leases, stopping: asyncio.Event) -> None:
     """Serve until stopping is set; somebody else runs the keeper.
 
     Raises:
@@ -117,7 +117,7 @@ def _ending(delivery: Delivery, failure: Failure, *more: Effect, claimed_us: int
 class _Worker:
     """One stage's loop body."""
 
-    def __init__(self, stage: MapStage, transport: Transport, leases: LeaseKeeper, stopping: asyncio.Event) -> None:
+    def __init__(self, stage: MapStage, transport: Transport, leases: Leases, stopping: asyncio.Event) -> None:
         self._stage = stage
         self._transport = transport
         self._leases = leases

@@ -1,4 +1,4 @@
-"""`python -m ops.bench`, alone or with `engine` or `batch`: options in, tables out, records under docs/bench."""
+"""`python -m ops.bench`, alone or with a word for something else: options in, tables out, records in docs/bench."""
 
 import sys
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.bench import batch_memory, end_to_end, queue_cost, resume
+from ops.bench import back_pressure, batch_memory, end_to_end, queue_cost, resume
 from ops.commands.common import (
     ModelOption,
     NumDecode,
@@ -47,6 +47,11 @@ class Destination:
             path = self.folder / f"{self.name}.json"
             write_record(path, record)
             print(f"\nwritten to {path}", file=sys.stderr)
+
+    def draw(self, picture: str) -> None:
+        """Keep a picture of the record beside it."""
+        if self.save:
+            (self.folder / f"{self.name}.svg").write_text(picture, "utf-8")
 
 
 @app.callback(invoke_without_command=True)
@@ -149,6 +154,27 @@ def resume_command(
     execute(_resume(plan, command_settings(model), Destination(into, name, save)))
 
 
+@app.command("back-pressure")
+def back_pressure_command(  # noqa: PLR0913 - one parameter for each option
+    *,
+    seconds: Annotated[float, typer.Option(min=5, help="How long requests are poured in.")] = 120,
+    factor: Annotated[float, typer.Option(min=1.1, max=100, help="How many times slower decode is.")] = 4,
+    prompt: Annotated[int, typer.Option(min=1, max=256, help="Tokens of each prompt, about; at most a chunk.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each; end-of-text is ignored.")] = 32,
+    model: ModelOption = None,
+    name: Annotated[str, typer.Option(help="Of the record.")] = "back-pressure",
+    save: Save = True,
+    into: Into = INTO,
+) -> None:
+    """Flood a stack whose decode is slow, and see whether pool, credits, queues and memory stay within bounds.
+
+    python -m ops.bench back-pressure
+    python -m ops.bench back-pressure --seconds 10 --no-save
+    """
+    plan = back_pressure.Plan(seconds, factor, prompt, tokens)
+    execute(_back_pressure(plan, command_settings(model), Destination(into, name, save)))
+
+
 @app.command("batch")
 def batch_command(
     *,
@@ -213,12 +239,18 @@ async def _resume(plan: resume.Plan, settings: Settings, destination: Destinatio
     return 0
 
 
+async def _back_pressure(plan: back_pressure.Plan, settings: Settings, destination: Destination) -> int:
+    record, tables, picture = await back_pressure.run(plan, settings, checked_model(settings), _note)
+    destination.take(record, tables)
+    destination.draw(picture)
+    return 0
+
+
 async def _batch(plan: batch_memory.Plan, settings: Settings, destination: Destination) -> int:
     checked_model(settings)
     record, tables = await batch_memory.run(plan, settings, served_name(settings.model), _note)
     destination.take(record, tables)
-    if destination.save:
-        (destination.folder / f"{destination.name}.svg").write_text(batch_memory.picture(record), "utf-8")
+    destination.draw(batch_memory.picture(record))
     return 0
 
 

@@ -18,10 +18,11 @@ FONT = "font-family='DejaVu Sans, system-ui, sans-serif'"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: its name, and (x, y) in order of x."""
+    """One line: its name, and (x, y) in order of x; a bound is drawn dashed, in the colour of the line before it."""
 
     name: str
     points: Sequence[tuple[float, float]]
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,14 @@ class Chart:
     title: str
     x_unit: str
     y_unit: str
+    height: int = HEIGHT
 
     def svg(self, lines: Sequence[Line]) -> str:
         """Return the picture."""
+        return panels([(self, lines)])
+
+    def parts(self, lines: Sequence[Line]) -> list[str]:
+        """Return what the picture consists of; there is at least one point."""
         x_max = max((x for line in lines for x, _ in line.points), default=1.0) or 1.0
         y_max = max((y for line in lines for _, y in line.points), default=1.0) or 1.0
         x_step, y_step = _step(x_max), _step(y_max)
@@ -41,13 +47,9 @@ class Chart:
 
         def place(x: float, y: float) -> tuple[float, float]:
             across = LEFT + x / x_max * (WIDTH - LEFT - RIGHT)
-            return round(across, 1), round(HEIGHT - BOTTOM - y / y_max * (HEIGHT - TOP - BOTTOM), 1)
+            return round(across, 1), round(self.height - BOTTOM - y / y_max * (self.height - TOP - BOTTOM), 1)
 
-        parts = [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' {FONT} font-size='11'>",
-            f"<rect width='{WIDTH}' height='{HEIGHT}' fill='#ffffff'/>",
-            f"<text x='{LEFT}' y='26' font-size='15' font-weight='bold'>{escape(self.title)}</text>",
-        ]
+        parts = [f"<text x='{LEFT}' y='26' font-size='15' font-weight='bold'>{escape(self.title)}</text>"]
         for number in range(round(y_max / y_step) + 1):
             x, y = place(0, number * y_step)
             parts.append(f"<path d='M{x} {y}H{WIDTH - RIGHT}' stroke='#e5e7eb'/>")
@@ -57,24 +59,48 @@ class Chart:
             x, y = place(number * x_step, 0)
             label = f"{number * x_step:g} {self.x_unit if number == 0 else ''}"
             parts.append(f"<text x='{x}' y='{y + 18}' text-anchor='middle' fill='#4b5563'>{label}</text>")
-        for line, colour in zip(lines, (COLOURS * len(lines))[: len(lines)], strict=True):
+        for line, colour in zip(lines, _colours(lines), strict=True):
             stride = max(len(line.points) // MAX_POINTS, 1)
             points = " ".join(f"{x},{y}" for x, y in (place(*point) for point in line.points[::stride]))
-            parts.append(f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='1.6'/>")
-        parts += _legend(lines, [place(*line.points[-1])[1] for line in lines])
-        return "\n".join([*parts, "</svg>", ""])
+            dashes = " stroke-dasharray='6 4'" if line.is_bound else ""
+            parts.append(f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='1.6'{dashes}/>")
+        return parts + _legend(lines, [place(*line.points[-1])[1] for line in lines])
+
+
+def panels(charts: Sequence[tuple[Chart, Sequence[Line]]]) -> str:
+    """Return one picture of several charts, one below the other."""
+    height = sum(chart.height for chart, _ in charts)
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' {FONT} font-size='11'>",
+        f"<rect width='{WIDTH}' height='{height}' fill='#ffffff'/>",
+    ]
+    top = 0
+    for chart, lines in charts:
+        parts += [f"<g transform='translate(0 {top})'>", *chart.parts(lines), "</g>"]
+        top += chart.height
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _colours(lines: Sequence[Line]) -> list[str]:
+    """One colour after the other, but for bounds, which have that of what they bound."""
+    colours: list[str] = []
+    number = -1
+    for line in lines:
+        number += number < 0 or not line.is_bound
+        colours.append(COLOURS[number % len(COLOURS)])
+    return colours
 
 
 def _legend(lines: Sequence[Line], heights: Sequence[float]) -> list[str]:
     """Return the names beside the ends of their lines, moved apart where they would overlap."""
     labels: list[str] = []
+    colours = _colours(lines)
     lowest = -math.inf
     for number in sorted(range(len(lines)), key=lambda number: heights[number]):
         lowest = max(heights[number] + 4, lowest + LABEL_HEIGHT)
         line = lines[number]
         text = f"{line.name} {line.points[-1][1]:.4g}"
-        colour = COLOURS[number % len(COLOURS)]
-        labels.append(f"<text x='{WIDTH - RIGHT + 8}' y='{lowest:.1f}' fill='{colour}'>{escape(text)}</text>")
+        labels.append(f"<text x='{WIDTH - RIGHT + 8}' y='{lowest:.1f}' fill='{colours[number]}'>{escape(text)}</text>")
     return labels
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 from ops.bench.load import LoadFailed
@@ -151,12 +150,7 @@ def medians(taken: Sequence[TakeOver], fresh: Sequence[FreshPrefill]) -> list[Ro
     for size in sorted({one.size for one in taken}):
         kept, lost = ([one for one in taken if one.size == size and one.keep_kv is keep] for keep in (True, False))
         beside = [one for one in fresh if one.size == size]
-        rows.append(
-            Row(
-                *(_median(ways, lambda one: one.take_over_s) for ways in (kept, lost)),
-                _median(beside, lambda one: one.second_token_s),
-            )
-        )
+        rows.append(Row(_median_of(kept), _median_of(lost), _median(beside, lambda one: one.second_token_s)))
     return rows
 
 
@@ -334,6 +328,10 @@ def _entries(log: str) -> Iterator[tuple[str, int]]:
 
 def _stamp(answer: Answer, boundary: str) -> int:
     return next(stamp.at_us for stamp in answer.terminal.stamps if stamp.boundary == boundary)
+
+
+def _median_of(taken: Sequence[TakeOver]) -> TakeOver:
+    return _median(taken, lambda one: one.take_over_s)
 
 
 def _median(values: Sequence[T], by: Callable[[T], float]) -> T:

@@ -31,5 +31,15 @@ def new_home(base: Settings, **fields: object) -> Iterator[Settings]:
         own = {"home": home, "kv_pool_dir": pool, "namespace": NAMESPACE, "redis_url": None}
         yield base.model_copy(update=own | fields)
     finally:
-        shutil.rmtree(home)
-        shutil.rmtree(pool)
+        _remove(home)
+        _remove(pool)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory in which a server may still be taking its last files away."""
+
+    def failed(_: object, __: str, problem: tuple[type[BaseException], BaseException, object]) -> None:
+        if not issubclass(problem[0], FileNotFoundError):
+            raise problem[1]
+
+    shutil.rmtree(directory, onerror=failed)

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,15 @@ from ops.chaos.lab import TIMEOUT_S, Lab, NotRun, Trial
 from ops.chaos.processes import pids_of
 from ops.chaos.remains import held_credits
 from ops.chaos.row import Row
+from pipeline.client.asks import NewRequest
 from pipeline.client.errors import QueueFull
 from pipeline.counters import KV_DAMAGED, KV_MISSING, KV_RECOMPUTED_TOKENS, REQUESTS_SENT_BACK
 
 MIB = 1024**2
 WATCH_S = 0.02
-NEARLY_FULL = 0.5
+NEARLY_FULL = 0.8
+FULL_S = 2.0
+NUM_PROMPTS = 30
 SLOW_STEP_S = 0.15
 LONG_FLOOD_S = 180.0
 FLOOD_S = 20.0
@@ -37,27 +40,33 @@ class Most:
 
 
 async def f19(lab: Lab) -> None:
-    """The pool is full by its quota, and by what its file system has."""
-    asks = long_prompts(lab, 12, 900, 60)
+    """The pool is full by its quota, and by what its file system has, while decode stands still."""
+    asks = long_prompts(lab, NUM_PROMPTS, 900, 60)
     await lab.expected(asks)
     async with lab.trial(kv_pool_bytes=MIB) as trial, _watched_pool(trial) as most:
-        trial.mark()
-        trial.send(asks)
+        await _fill(trial, asks, lambda: most.credit_bytes > NEARLY_FULL * MIB and most.num_waiting > 0)
         await trial.judge(recovers=False)
         lab.note(f"quota 1024 KiB: credits up to {most.credit_bytes >> 10} KiB, blobs {most.used_bytes >> 10} KiB")
         lab.require(most.credit_bytes <= MIB, f"{most.credit_bytes} bytes were promised of {MIB}")
-        lab.require(most.credit_bytes > NEARLY_FULL * MIB, "the pool was never near its quota")
-        lab.require(most.num_waiting, "nothing ever waited for credit")
+    size_bytes = MIB // 2
     async with (
-        _small_file_system(MIB // 2) as pool,
+        _small_file_system(size_bytes) as pool,
         lab.trial(kv_pool_dir=pool, kv_pool_bytes=4 * MIB) as trial,
         _watched_pool(trial) as most,
     ):
-        trial.mark()
-        trial.send(asks)
+        await _fill(trial, asks, lambda: most.used_bytes > NEARLY_FULL * size_bytes)
         await trial.judge(recovers=False)
-        lab.note(f"file system of 512 KiB below a quota of 4096: credits up to {most.credit_bytes >> 10} KiB")
+        lab.note(f"file system of 512 KiB below a quota of 4096: blobs up to {most.used_bytes >> 10} KiB")
         lab.require(not trial.deaths.all, f"{len(trial.deaths.all)} processes died of a full file system")
+
+
+async def _fill(trial: Trial, asks: Sequence[NewRequest], is_full: Callable[[], bool]) -> None:
+    """Send requests while decode is stopped, and let it go on when the pool has been full for a while."""
+    trial.strike("decode", number=signal.SIGSTOP)
+    trial.send(asks)
+    await trial.until(is_full, lambda: "the pool was never nearly full")
+    await asyncio.sleep(FULL_S)  # the fault is the time itself
+    trial.stopped.resume(pids_of(trial.stack)["decode"])
 
 
 async def f20(lab: Lab) -> None:

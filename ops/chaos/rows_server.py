@@ -137,9 +137,9 @@ async def f18(lab: Lab) -> None:
         limit = (await trial.redis.config_get("maxmemory"))["maxmemory"]
         sent = await _under_way(trial, 8)
         trial.mark()
-        await trial.redis.config_set("maxmemory", await trial.server.memory_bytes() - 1024)
+        await trial.redis.config_set("maxmemory", await trial.server.memory_bytes() // 2)
         try:
-            await trial.redis.set(f"{trial.keys.namespace}:probe", "x")
+            await trial.redis.set(f"{trial.keys.namespace}:probe", "x", ex=1)
             lab.problems(["the server is not full: it took a key"])
         except OutOfMemoryError:
             pass

@@ -21,7 +21,7 @@
 --         chunk    KEYS decode interactive, decode batch  ARGV index, ref
 --         plan     KEYS decode interactive, decode batch  ARGV num_chunks, priority, payload
 --         credit   KEYS credits                           ARGV request id, bytes, most bytes, most requests
---         give     KEYS credits                           ARGV request id
+--         give                                            ARGV request id
 --         restart  KEYS returned stream                   ARGV request id, attempt, payload
 --         dead     KEYS dead stream                       ARGV payload, reason
 -- reply for each transaction an Outcome, or 'damaged: ' and what the server said
@@ -84,7 +84,6 @@ function READ.credit(e)
   e.max_requests = tonumber(arg())
 end
 function READ.give(e)
-  e.credits = key()
   e.request_id = arg()
 end
 function READ.restart(e)
@@ -232,15 +231,19 @@ function WRITE.plan(t, e)
 end
 function WRITE.credit(t, e)
   local before = redis.call('HGET', t.request, 'credits')
-  if before and before ~= e.credits then -- of another pool, in which it began
+  if before and before ~= e.credits then -- of another pool, in which it began: nothing of that is of use here
     redis.call('HDEL', before, e.request_id)
+    redis.call('DEL', t.chunks)
   end
   redis.call('HSET', e.credits, e.request_id, t.attempt .. ':' .. string.format('%.0f', e.bytes))
   redis.call('HSET', t.request, 'credits', e.credits)
 end
 function WRITE.give(t, e)
-  redis.call('HDEL', e.credits, e.request_id)
-  redis.call('HDEL', t.request, 'credits')
+  local credits = redis.call('HGET', t.request, 'credits') -- it may be in another pool
+  if credits then
+    redis.call('HDEL', credits, e.request_id)
+    redis.call('HDEL', t.request, 'credits')
+  end
 end
 function WRITE.restart(t, e)
   redis.call('HSET', t.request, 'attempt', e.attempt)

@@ -5,6 +5,7 @@ The composition root's other half: `__main__` builds what is particular to a sta
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -20,7 +21,8 @@ from pipeline import faults
 from pipeline.connect import open_transport
 from pipeline.counters import Counters
 from pipeline.errors import SluiceError
-from pipeline.leases import LeaseKeeper, stop_on_signals
+from pipeline.heartbeat import Heartbeat, fork_heartbeat
+from pipeline.leases import LeaseKeeper, Leases, stop_on_signals
 from pipeline.logs import configure_logs
 from pipeline.settings import Settings, load_settings
 from pipeline.transport import Transport
@@ -39,7 +41,7 @@ class StageProcess:
     """What a stage works with; all of it ends with the process."""
 
     transport: Transport
-    leases: LeaseKeeper
+    leases: Leases
     stopping: asyncio.Event
     sweeper: Sweeper
 
@@ -57,6 +59,7 @@ async def stage_process(
     pool_id: str | None = None,
     *,
     capacity: Mapping[str, int] | None = None,
+    heartbeat: socket.socket | None = None,
 ) -> AsyncIterator[StageProcess]:
     """Connect, announce and begin to sweep; yields when this process may take work.
 
@@ -66,6 +69,7 @@ async def stage_process(
         parts: What must agree in all processes of a stack.
         pool_id: The pool that it reaches.
         capacity: How much it takes at a time, where others go by it (handshake.py).
+        heartbeat: The line to the process that keeps its leases; without one they are kept on the loop.
 
     Raises:
         SluiceError: The server cannot be used, or another process would compute other bits.
@@ -74,7 +78,7 @@ async def stage_process(
     transport = await open_transport(settings, pool_id=pool_id)
     try:
         registration = Registration(transport, stage, parts, pool_id, capacity=capacity)
-        leases = LeaseKeeper(transport, settings.lease_s, on_hung=partial(_end_hung, stage))
+        leases = await _leases(stage, settings, transport, heartbeat)
         with stop_on_signals() as stopping:
             await registration.announce()
             async with (
@@ -94,16 +98,36 @@ async def stage_process(
 
 
 def run_stage(stage: str, serve: Callable[[Settings], Coroutine[Any, Any, None]]) -> None:
-    """Read the settings, serve until stopped, and explain an end that the operator can mend.
+    """Read the settings, serve until stopped, and explain an end that the operator can mend."""
+    _run(stage, lambda settings: asyncio.run(serve(settings)))
 
-    `serve` imports the engine itself, if it needs it: its environment is not set before this is called.
+
+def run_engine_stage(stage: str, serve: Callable[[Settings, socket.socket], Coroutine[Any, Any, None]]) -> None:
+    """Do as run_stage for a stage whose engine may hold the interpreter: its leases are kept by another process.
+
+    `serve` gets the line to that one. It imports the engine itself: the environment is not set before this is called.
     """
+
+    def run(settings: Settings) -> None:
+        line = fork_heartbeat(settings)  # while there are neither threads nor an engine
+        asyncio.run(serve(settings, line))
+
+    _run(stage, run)
+
+
+async def _leases(stage: str, settings: Settings, transport: Transport, line: socket.socket | None) -> Leases:
+    if line is None:
+        return LeaseKeeper(transport, settings.lease_s, on_hung=partial(_end_hung, stage))
+    return await Heartbeat.open(line, transport.consumer, settings.lease_s)
+
+
+def _run(stage: str, run: Callable[[Settings], None]) -> None:
     try:
         settings = load_settings()
         prepare_process(settings.home)
         configure_logs(stage, settings.log_level)
         faults.configure(settings.fault, settings.fault_dir)
-        asyncio.run(serve(settings))
+        run(settings)
     except* _EXPLAINED as group:  # plain, or as a task group wraps it
         error = _first_of(group)
         structlog.get_logger(stage).error("stage_failed", reason=str(error), code=type(error).__name__)

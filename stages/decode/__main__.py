@@ -1,16 +1,18 @@
 """Builds the decode process and runs it."""
 
+import socket
+
 from kv_store.pool import FilePool
 from pipeline.settings import Settings
-from stages.common.stage_process import run_stage, stage_process
+from stages.common.stage_process import run_engine_stage, stage_process
 from stages.gguf.model_files import resolve
 from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings, heartbeat: socket.socket) -> None:
     """Decode until told to stop."""
-    # Here and not above: numba and torch read their environment while they are imported, and run_stage sets it first.
+    # Here and not above: numba and torch read their environment while they are imported, which is set by now.
     from stages.decode.admission import Admission
     from stages.decode.checkpoints import Checkpoints
     from stages.decode.stage import DecodeLimits, DecodeStage
@@ -26,7 +28,9 @@ async def serve(settings: Settings) -> None:
     ):
         capacity = {"slots": settings.max_num_seqs, "pages": settings.num_pages}
         parts = engine.fingerprint.parts()
-        async with stage_process("decode", settings, parts, pool.pool_id, capacity=capacity) as process:
+        async with stage_process(
+            "decode", settings, parts, pool.pool_id, capacity=capacity, heartbeat=heartbeat
+        ) as process:
             admission = Admission(
                 process.transport,
                 process.leases,
@@ -50,4 +54,4 @@ async def serve(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    run_stage("decode", serve)
+    run_engine_stage("decode", serve)

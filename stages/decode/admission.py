@@ -13,7 +13,7 @@ from pipeline import counters as names
 from pipeline.boundaries import DECODE_CLAIMED, KV_LOADED
 from pipeline.clock import now_us
 from pipeline.counters import Counters
-from pipeline.leases import LeaseKeeper
+from pipeline.leases import Leases
 from pipeline.messages import Failure, PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Effect, GiveCredit, Outcome, Transaction, Transport
 from stages.common.emitted import emitted_tokens
@@ -42,7 +42,7 @@ class Admission:
     def __init__(
         self,
         transport: Transport,
-        leases: LeaseKeeper,
+        leases: Leases,
         engine: Engine,
         pool: FilePool,
         tokenizer: Tokenizer,

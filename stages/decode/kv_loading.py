@@ -17,7 +17,7 @@ from kv_store.pool import FilePool
 from pipeline import counters as names
 from pipeline import wire
 from pipeline.counters import Counters
-from pipeline.leases import LeaseKeeper
+from pipeline.leases import Leases
 from pipeline.messages import PrefilledPrompt, SealedChunk, Stamp
 from pipeline.transport import Transport
 from stages.common.chunking import checkpoint_of, checkpoint_start, chunks_of
@@ -59,7 +59,7 @@ class KvLoader:
     """Loads requests of one decode process; the pages belong to the caller."""
 
     def __init__(
-        self, transport: Transport, leases: LeaseKeeper, engine: Engine, pool: FilePool, counters: Counters
+        self, transport: Transport, leases: Leases, engine: Engine, pool: FilePool, counters: Counters
     ) -> None:
         """Wire it up; it owns none of these."""
         self._transport = transport

@@ -22,7 +22,7 @@ from pipeline.clock import now_us
 from pipeline.counters import Counters
 from pipeline.errors import ServerError, StateDamaged
 from pipeline.keys import SUSPECT_DELIVERIES
-from pipeline.leases import LeaseKeeper
+from pipeline.leases import Leases
 from pipeline.messages import PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Outcome, Transaction, Transport
 from stages.common.draining import Drain
@@ -54,7 +54,7 @@ class DecodeStage:
     def __init__(
         self,
         transport: Transport,
-        leases: LeaseKeeper,
+        leases: Leases,
         engine: Engine,
         admission: Admission,
         checkpoints: Checkpoints,

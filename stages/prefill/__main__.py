@@ -1,8 +1,10 @@
 """Builds the prefill process and runs it."""
 
+import socket
+
 from kv_store.pool import FilePool
 from pipeline.settings import Settings
-from stages.common.stage_process import run_stage, stage_process
+from stages.common.stage_process import run_engine_stage, stage_process
 from stages.engine.config import ModelConfig
 from stages.gguf.file import GgufFile
 from stages.gguf.model_files import resolve
@@ -10,9 +12,9 @@ from stages.text.tokenizer import Tokenizer
 from stages.text.vocabulary import Vocabulary
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings, heartbeat: socket.socket) -> None:
     """Prefill until told to stop."""
-    # Here and not above: numba and torch read their environment while they are imported, and run_stage sets it first.
+    # Here and not above: numba and torch read their environment while they are imported, which is set by now.
     from stages.engine.engine import Engine
     from stages.engine.kv_cache import pages_for
     from stages.prefill.handover import Handover
@@ -34,7 +36,8 @@ async def serve(settings: Settings) -> None:
             seal=settings.seal_in_prefill,
             compression="zstd" if settings.zstd_kv else "none",
         )
-        async with stage_process("prefill", settings, engine.fingerprint.parts(), pool.pool_id) as process:
+        parts = engine.fingerprint.parts()
+        async with stage_process("prefill", settings, parts, pool.pool_id, heartbeat=heartbeat) as process:
             stage = PrefillStage(
                 process.transport,
                 process.leases,
@@ -48,4 +51,4 @@ async def serve(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    run_stage("prefill", serve)
+    run_engine_stage("prefill", serve)

@@ -20,7 +20,7 @@ from pipeline.boundaries import CHUNK_COMPUTED, FINISHED, FIRST_TOKEN, PREFILL_C
 from pipeline.clock import monotonic_s, now_us
 from pipeline.errors import ServerError, StateDamaged
 from pipeline.keys import RETURNED, Lane
-from pipeline.leases import LeaseKeeper
+from pipeline.leases import Leases
 from pipeline.messages import Failure, PrefilledPrompt, Stamp, TokenizedPrompt
 from pipeline.transport import Delivery, Effect, Finish, Outcome, Plan, TakeCredit, Transaction, Transport
 from stages.common import results
@@ -71,7 +71,7 @@ class PrefillStage:
     def __init__(
         self,
         transport: Transport,
-        leases: LeaseKeeper,
+        leases: Leases,
         engine: Engine,
         pool: FilePool,
         tokenizer: Tokenizer,

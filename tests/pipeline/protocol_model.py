@@ -233,7 +233,11 @@ class ProtocolModel:
 
     def lose_everything(self) -> None:
         """FLUSHALL."""
-        self.__init__(self._pools, self._max_queue)
+        self.requests.clear()
+        self._dead.clear()
+        self._finished.clear()
+        for entries in self.queues.values():
+            entries.clear()
 
     def _append(self, queue: Queue, payload: bytes) -> None:
         self.queues[queue].append(Entry(queue, payload))

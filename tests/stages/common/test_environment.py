@@ -18,11 +18,11 @@ import importlib, json, os, sys
 main = importlib.import_module(f"stages.{sys.argv[1]}.__main__")
 early = [module for module in ("numba", "torch") if module in sys.modules]
 
-async def serve(settings):
+async def serve(settings, heartbeat):
     import numba
     print(json.dumps([early, str(numba.config.CACHE_DIR), os.environ["OMP_WAIT_POLICY"]]))
 
-main.run_stage(sys.argv[1], serve)
+main.run_engine_stage(sys.argv[1], serve)
 """
 
 
