@@ -412,7 +412,9 @@ class _Watch:
     async def until_empty(self) -> None:
         """Return when nothing is in the queues any more; what takes too long is left to the stack's own end."""
         deadline = monotonic_s() + END_TIMEOUT_S
-        while any((await self._entries()).values()) and monotonic_s() < deadline:
+        while any((await self._entries()).values()):
+            if monotonic_s() > deadline:
+                return
             await asyncio.sleep(END_POLL_S)
 
     async def _entries(self) -> dict[str, int]:
