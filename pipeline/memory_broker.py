@@ -199,7 +199,7 @@ class MemoryBroker:
                 case AddChunk() | Plan():
                     outcome = self._complete(request, effect, options) or outcome
                 case TakeCredit() | GiveCredit():
-                    self._change_credit(transaction, effect, options)
+                    self._change_credit(transaction, request, effect, options)
                 case Restart():
                     self._restart(transaction, request, effect)
                 case DeadLetter(reason):
@@ -207,11 +207,15 @@ class MemoryBroker:
         return outcome
 
     def _change_credit(
-        self, transaction: Transaction, effect: TakeCredit | GiveCredit, options: TransportOptions
+        self, transaction: Transaction, request: Request, effect: TakeCredit | GiveCredit, options: TransportOptions
     ) -> None:
-        self.drop_credit(transaction.request_id)
+        request_id = transaction.request_id
+        before = {pool_id for pool_id, owned in self.credits.items() if request_id in owned}
+        self.drop_credit(request_id)
         if isinstance(effect, TakeCredit):
-            self._credits(options)[transaction.request_id] = Credit(transaction.attempt, effect.num_bytes)
+            if before - {options.pool_id}:  # of another pool, in which it began: nothing of that is of use here
+                request.chunks = {}
+            self._credits(options)[request_id] = Credit(transaction.attempt, effect.num_bytes)
 
     def _credits(self, options: TransportOptions) -> dict[str, Credit]:
         if options.pool_id is None:

@@ -157,7 +157,7 @@ def resume_command(
 @app.command("back-pressure")
 def back_pressure_command(  # noqa: PLR0913 - one parameter for each option
     *,
-    seconds: Annotated[float, typer.Option(min=5, help="How long requests are poured in.")] = 120,
+    seconds: Annotated[float, typer.Option(min=20, help="How long requests are poured in.")] = 120,
     factor: Annotated[float, typer.Option(min=1.1, max=100, help="How many times slower decode is.")] = 4,
     prompt: Annotated[int, typer.Option(min=1, max=256, help="Tokens of each prompt, about; at most a chunk.")] = 64,
     tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each; end-of-text is ignored.")] = 32,
@@ -169,7 +169,7 @@ def back_pressure_command(  # noqa: PLR0913 - one parameter for each option
     """Flood a stack whose decode is slow, and see whether pool, credits, queues and memory stay within bounds.
 
     python -m ops.bench back-pressure
-    python -m ops.bench back-pressure --seconds 10 --no-save
+    python -m ops.bench back-pressure --seconds 20 --no-save
     """
     plan = back_pressure.Plan(seconds, factor, prompt, tokens)
     execute(_back_pressure(plan, command_settings(model), Destination(into, name, save)))

@@ -64,7 +64,7 @@ class Chart:
             points = " ".join(f"{x},{y}" for x, y in (place(*point) for point in line.points[::stride]))
             dashes = " stroke-dasharray='6 4'" if line.is_bound else ""
             parts.append(f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='1.6'{dashes}/>")
-        return parts + _legend(lines, [place(*line.points[-1])[1] for line in lines])
+        return parts + _legend(lines, [place(*line.points[-1])[1] for line in lines], self.height - BOTTOM)
 
 
 def panels(charts: Sequence[tuple[Chart, Sequence[Line]]]) -> str:
@@ -91,16 +91,21 @@ def _colours(lines: Sequence[Line]) -> list[str]:
     return colours
 
 
-def _legend(lines: Sequence[Line], heights: Sequence[float]) -> list[str]:
-    """Return the names beside the ends of their lines, moved apart where they would overlap."""
-    labels: list[str] = []
+def _legend(lines: Sequence[Line], ends: Sequence[float], bottom: float) -> list[str]:
+    """Return the names beside the ends of their lines, moved apart where they would overlap, and not below the axis."""
+    ranked = sorted(range(len(lines)), key=lambda number: ends[number])
+    heights: list[float] = []
+    for number in ranked:
+        heights.append(max(ends[number] + 4, heights[-1] + LABEL_HEIGHT if heights else 0))
+    limit = bottom + 4
+    for place in reversed(range(len(heights))):
+        heights[place] = min(heights[place], limit)
+        limit = heights[place] - LABEL_HEIGHT
     colours = _colours(lines)
-    lowest = -math.inf
-    for number in sorted(range(len(lines)), key=lambda number: heights[number]):
-        lowest = max(heights[number] + 4, lowest + LABEL_HEIGHT)
-        line = lines[number]
-        text = f"{line.name} {line.points[-1][1]:.4g}"
-        labels.append(f"<text x='{WIDTH - RIGHT + 8}' y='{lowest:.1f}' fill='{colours[number]}'>{escape(text)}</text>")
+    labels: list[str] = []
+    for number, height in zip(ranked, heights, strict=True):
+        text = f"{lines[number].name} {lines[number].points[-1][1]:.4g}"
+        labels.append(f"<text x='{WIDTH - RIGHT + 8}' y='{height:.1f}' fill='{colours[number]}'>{escape(text)}</text>")
     return labels
 
 

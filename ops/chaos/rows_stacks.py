@@ -118,7 +118,7 @@ async def f36(lab: Lab) -> None:
         others = {
             "codec": ({"SLUICE_KV_CODEC": "raw"}, "codec"),
             "model": ({"SLUICE_MODEL": str(lab.models.other)}, "model"),
-            "layout": ({"SLUICE_MODEL": str(shaped)}, "model"),  # its file differs too, and is named first
+            "layout": ({"SLUICE_MODEL": str(shaped)}, "layout"),  # its file differs too
         }
         for stage in ("prefill", "decode"):
             for what, (variables, named) in others.items():
@@ -157,7 +157,7 @@ async def _flow(trial: Trial, asks: Sequence[NewRequest]) -> None:
     """Send the same requests again whenever they have ended."""
     while True:
         sent = trial.send(asks)
-        await trial.ended(sent)
+        await trial.history.ended(sent, timeout_s=TIMEOUT_S)
 
 
 async def _age_leases(trial: Trial) -> int:

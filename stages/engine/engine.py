@@ -17,11 +17,12 @@ import torch
 
 from kv_store.codecs.registry import codec_named
 from stages.engine.config import ModelConfig
-from stages.engine.fingerprint import Fingerprint, file_digest, fingerprint
+from stages.engine.fingerprint import Fingerprint, fingerprint
 from stages.engine.gguf_weights import GgufWeights
 from stages.engine.kv_cache import PagedKvCache
 from stages.engine.model import Model
 from stages.engine.weight_cache import load_or_fold
+from stages.gguf.digest import file_digest
 from stages.gguf.file import GgufFile
 
 P = ParamSpec("P")

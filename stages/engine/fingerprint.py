@@ -6,7 +6,6 @@ whatever the other parts do not know about, such as another build of a library.
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from stages.engine.model import Model
 
 _PROBE_TOKENS = 80  # crosses a page, and both a tile of rows and a rest of one
 _PROBE_STRIDE = 7919  # a prime: spreads the probe's ids over any vocabulary
-_HASH_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +51,6 @@ def fingerprint(model_digest: str, model: Model, codec: Codec) -> Fingerprint:
         instruction_set=torch.backends.cpu.get_cpu_capability(),
         probe=_probe(model, codec),
     )
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _probe(model: Model, codec: Codec) -> str:

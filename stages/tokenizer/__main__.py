@@ -6,6 +6,7 @@ from pipeline.settings import Settings
 from pipeline.worker import run_worker
 from stages.common.stage_process import run_stage, stage_process
 from stages.engine.config import ModelConfig
+from stages.gguf.digest import file_digest
 from stages.gguf.file import GgufFile
 from stages.gguf.model_files import resolve
 from stages.text.chat_template import ChatTemplate
@@ -30,7 +31,7 @@ async def serve(settings: Settings) -> None:
     # A model without a template, or with a bad one, can still continue plain prompts.
     template = cache(lambda: ChatTemplate.of(vocabulary))
     stage = TokenizerStage(settings.model, Tokenizer(vocabulary), template, limits)
-    async with stage_process("tokenizer", settings, {}) as process:
+    async with stage_process("tokenizer", settings, {"model": file_digest(model_path)}) as process:
         await run_worker(stage, process.transport, process.leases, process.stopping)
 
 

@@ -112,21 +112,23 @@ async def test_all_stages_killed_at_once_lose_no_request(stack: Stack) -> None:
 async def test_a_process_that_would_compute_other_bits_refuses_to_start(
     stack: Stack, tiny_models: tuple[Path, Path]
 ) -> None:
-    others = {"codec": {"SLUICE_KV_CODEC": "raw"}, "model": {"SLUICE_MODEL": str(tiny_models[1])}}
+    other_model = {"SLUICE_MODEL": str(tiny_models[1])}
+    others = {("decode", "codec"): {"SLUICE_KV_CODEC": "raw"}}
+    others |= {(stage, "model"): other_model for stage in ("decode", "tokenizer", "compressor")}
     processes = {
-        part: await asyncio.create_subprocess_exec(
+        (stage, part): await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "stages.decode",
+            f"stages.{stage}",
             env=stage_environment(stack.settings) | variables,
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for part, variables in others.items()
+        for (stage, part), variables in others.items()
     }
     try:
-        for part, process in processes.items():
+        for (_, part), process in processes.items():
             output, _ = await asyncio.wait_for(process.communicate(), DEADLINE_S)
             assert process.returncode == 1, output
             assert f"this process has {part} ".encode() in output

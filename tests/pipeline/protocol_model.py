@@ -311,6 +311,8 @@ class ProtocolModel:
             case Finish(terminal, state):
                 self._end(request_id, request, terminal, state)
             case TakeCredit(num_bytes):
+                if request.credit is not None and request.credit.pool != who.pool:
+                    request.chunks = {}  # what lies in the other pool is of no use here
                 request.credit = Credit(who.pool, request.attempt, num_bytes)
             case GiveCredit():
                 request.credit = None

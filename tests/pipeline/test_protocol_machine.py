@@ -129,7 +129,7 @@ class Worker:
     """By stage: under which nonce it may have been given what it has not seen."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Held:
     """A delivery as its consumer got it, and the entry that it is in the model."""
 
@@ -137,8 +137,11 @@ class Held:
     delivery: Delivery
     entry: Entry
 
+    def __repr__(self) -> str:
+        return f"{self.entry.payload!r}, had by {self.worker.who.name}"
 
-@dataclass(eq=False, slots=True)
+
+@dataclass(eq=False, slots=True, repr=False)
 class Call:
     """A commit that was sent."""
 
@@ -146,6 +149,10 @@ class Call:
     words: tuple[Any, ...]
     name: str
     pairs: list[tuple[Entry, Transaction]]
+
+    def __repr__(self) -> str:
+        steps = [(entry.payload, transaction.effects, transaction.ack) for entry, transaction in self.pairs]
+        return f"by {self.worker.who.name}: {steps}"
 
 
 def identity(payload: bytes) -> tuple[str, int]:
