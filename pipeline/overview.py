@@ -20,7 +20,7 @@ from pipeline.finished_log import EndedRequest, FinishedLog
 from pipeline.keys import STAGES, Keys
 from pipeline.queue_state import QueueState, read_queues
 from pipeline.redis_calls import RedisCalls, command, commands
-from pipeline.samples import Sample, SampleLog
+from pipeline.samples import SampleLog
 from pipeline.upkeep import read_counters
 
 NUM_ENDED_BATCHES: Final = 3
@@ -59,6 +59,10 @@ class KvState:
     used_bytes: int
     quota_bytes: int
     num_blobs: int
+    promised_bytes: int = 0
+    """What requests between prefill and their end may fill, full or not: prefill waits when it is all."""
+    num_promised: int = 0
+    """How many requests that are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +163,22 @@ class Observer:
         """
         recent = {sample.pool_id: sample for sample in await self.samples.read(at_us - round(1e6 * FRESH_S), at_us)}
         if self._pool is None or (recent and self._pool.pool_id not in recent):
-            return _sampled(list(recent.values())[-1]) if recent else None
+            if not recent:
+                return None
+            last = list(recent.values())[-1]
+            used = (last.kv_used_bytes, last.kv_quota_bytes, last.num_blobs)
+            return KvState(last.pool_id, *used, *await self._promised(last.pool_id))
         usage = await asyncio.to_thread(self._pool.usage)
         sample = recent.get(self._pool.pool_id)
         quota_bytes = usage.quota_bytes if sample is None else sample.kv_quota_bytes
-        return KvState(self._pool.pool_id, usage.used_bytes, quota_bytes, usage.num_blobs)
+        used = (usage.used_bytes, quota_bytes, usage.num_blobs)
+        return KvState(self._pool.pool_id, *used, *await self._promised(self._pool.pool_id))
+
+    async def _promised(self, pool_id: str) -> tuple[int, int]:
+        """The bytes of all credits of a pool, and how many there are."""
+        reply = await command(self._calls, self._client, "HVALS", self._keys.credits(pool_id))
+        sizes = [int(credit.rpartition(b":")[2]) for credit in cast("list[bytes]", reply)]
+        return sum(sizes), len(sizes)
 
     async def _processes(self) -> tuple[ProcessState, ...]:
         members = cast("set[bytes]", await command(self._calls, self._client, "SMEMBERS", self._keys.processes()))
@@ -177,10 +192,6 @@ class Observer:
             for (stage, consumer), ttl_ms in zip(named, ttls_ms, strict=True)
             if ttl_ms >= 0
         )
-
-
-def _sampled(sample: Sample) -> KvState:
-    return KvState(sample.pool_id, sample.kv_used_bytes, sample.kv_quota_bytes, sample.num_blobs)
 
 
 def _server(address: str, info: Mapping[str, object]) -> ServerState:

@@ -27,7 +27,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         *("DEL KEY", "EXISTS KEY", "EXPIRE KEY 1", "PERSIST KEY", "PEXPIRE KEY 1", "PTTL KEY"),
         *("GET KEY", "MGET KEY", "PSETEX KEY 1 v", "SET KEY v PX 1"),
         *("HDEL KEY f", "HEXISTS KEY f", "HGET KEY f", "HGETALL KEY", "HINCRBY KEY f 1", "HLEN KEY", "HMGET KEY f"),
-        *("HSCAN KEY 0", "HSET KEY f v", "HSETNX KEY f v"),
+        *("HSCAN KEY 0", "HVALS KEY", "HSET KEY f v", "HSETNX KEY f v"),
         *("SADD KEY m", "SMEMBERS KEY", "SREM KEY m"),
         *("ZADD KEY 1 m", "ZCARD KEY", "ZRANGE KEY 0 1", "ZRANGEBYSCORE KEY 0 1", "ZREM KEY m"),
         *("ZREMRANGEBYSCORE KEY 0 1", "ZSCORE KEY m"),

@@ -33,9 +33,9 @@ class CpuSeconds:
         return self.loop_s + self.engine_s + self.helpers_s
 
     def __sub__(self, before: "CpuSeconds") -> "CpuSeconds":
-        return CpuSeconds(
-            self.loop_s - before.loop_s, self.engine_s - before.engine_s, self.helpers_s - before.helpers_s
-        )
+        # Helpers are what is left of a sum that is rounded; so little may be less than nothing.
+        helpers_s = max(self.helpers_s - before.helpers_s, 0.0)
+        return CpuSeconds(self.loop_s - before.loop_s, self.engine_s - before.engine_s, helpers_s)
 
 
 def cpu_seconds(pid: int, proc: Path = _PROC) -> CpuSeconds:

@@ -135,6 +135,7 @@ async def f9(lab: Lab) -> None:
             await asyncio.sleep(busy_s + LEASE_S)  # the fault is the time itself, and afterwards the process can speak
             await trial.judge(sent, recovers=False)
             lost = sum(trial.log(name).count('"lease_lost"') for name in (stage, f"{stage}-2"))
+            lab.note(f"{point}={action} for {busy_s:g} s: {lost} leases lost")
             lab.require(not lost, f"{point}={action}: {lost} leases were lost")
             if stage == "decode":
                 taken_over = (await trial.counted()).get(REQUESTS_TAKEN_OVER, 0)

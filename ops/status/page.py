@@ -153,7 +153,8 @@ def _kv(kv: KvState | None) -> str:
     if kv is None:
         return "not known: nobody samples, and it is not on this host"
     share = 100 * kv.used_bytes / kv.quota_bytes
-    return f"{size(kv.used_bytes)} of {size(kv.quota_bytes)} ({share:.1f} %), {kv.num_blobs} blobs"
+    promised = f"; {size(kv.promised_bytes)} promised to {kv.num_promised} requests" if kv.num_promised else ""
+    return f"{size(kv.used_bytes)} of {size(kv.quota_bytes)} ({share:.1f} %), {kv.num_blobs} blobs{promised}"
 
 
 def _problems(status: StackStatus) -> list[Text]:

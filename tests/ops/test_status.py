@@ -159,7 +159,8 @@ async def test_json_has_all_of_it(elsewhere: Settings, two_stages: Path, raw_red
     [queue] = [queue for queue in shown["queues"] if queue["num_entries"]]
     assert (queue["stage"], queue["priority"]) == ("tokenizer", "batch")
     assert (queue["num_waiting"], queue["num_held"], queue["num_holders"]) == (1, 1, 1)
-    assert shown["kv"] == {"pool_id": "pool-1", "used_bytes": 2_000, "quota_bytes": 10_000, "num_blobs": 4}
+    kv = {"pool_id": "pool-1", "used_bytes": 2_000, "quota_bytes": 10_000, "num_blobs": 4}
+    assert shown["kv"] == kv | {"promised_bytes": 0, "num_promised": 0}
     assert shown["requests"]["waiting"]["tokenizer"] == 1
     assert shown["requests"]["in_work"]["tokenizer"] == 1
     assert shown["requests"]["lately"] == {"finished": 1, "failed": 0, "cancelled": 0}

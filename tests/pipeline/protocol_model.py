@@ -138,6 +138,18 @@ class ProtocolModel:
         """All entries, in a fixed order."""
         return [entry for entries in self.queues.values() for entry in entries]
 
+    def held(self) -> list[Entry]:
+        """Those that somebody holds."""
+        return [entry for entry in self.entries() if entry.state == "held"]
+
+    def free(self) -> list[Entry]:
+        """Those that anybody may have who asks."""
+        return [entry for entry in self.entries() if _rank(entry) is not None]
+
+    def ended(self) -> list[str]:
+        """Requests whose results can expire."""
+        return [request_id for request_id, request in self.requests.items() if request.has_ended]
+
     def _credits_of(self, pool: str) -> dict[str, tuple[int, int]]:
         return {
             name: (request.credit.attempt, request.credit.num_bytes)
@@ -197,10 +209,11 @@ class ProtocolModel:
                 else:
                     _hand_back(entry)
         for entries in lanes:
-            for entry in sorted((entry for entry in entries if _rank(entry) is not None), key=_rank):
-                if len(taken) < max_items:
-                    _give(entry, who, nonce)
-                    taken.append(entry)
+            for wanted in range(3):
+                for entry in [entry for entry in entries if _rank(entry) == wanted and entry not in taken]:
+                    if len(taken) < max_items:
+                        _give(entry, who, nonce)
+                        taken.append(entry)
         return taken
 
     def holds(self, who: Who, entry: Entry, nonce: str) -> bool:
@@ -310,30 +323,39 @@ class ProtocolModel:
                 entry.tries = 1  # progress: what crashed a process before did not stop this one
             case Finish(terminal, state):
                 self._end(request_id, request, terminal, state)
-            case TakeCredit(num_bytes):
-                if request.credit is not None and request.credit.pool != who.pool:
-                    request.chunks = {}  # what lies in the other pool is of no use here
-                request.credit = Credit(who.pool, request.attempt, num_bytes)
-            case GiveCredit():
-                request.credit = None
+            case TakeCredit() | GiveCredit():
+                self._change_credit(who, request, effect)
             case DeadLetter(reason):
                 self._bury(entry, reason)
             case Restart(attempt, payload):
                 self._restart(request, attempt, payload)
-            case AddChunk(index, ref):
-                stays = request.chunks.setdefault(index, ref)
-                self._join(who, request)
-                return Outcome.OK if stays == ref else Outcome.DUPLICATE
-            case Plan():
-                request.plan = request.plan or effect  # the first one stays
-                self._join(who, request)
+            case AddChunk() | Plan():
+                return self._complete(who, request, effect)
         return Outcome.OK
+
+    def _change_credit(self, who: Who, request: Request, effect: TakeCredit | GiveCredit) -> None:
+        """A request has one credit at most, whichever pool it is in."""
+        before, request.credit = request.credit, None
+        if isinstance(effect, TakeCredit):
+            if before is not None and before.pool != who.pool:
+                request.chunks = {}  # they lie in the other pool, and are of no use here
+            request.credit = Credit(who.pool, request.attempt, effect.num_bytes)
 
     def _restart(self, request: Request, attempt: int, payload: bytes) -> None:
         request.attempt, request.chunks, request.plan, request.is_joined = attempt, {}, None, False
         if request.credit is not None:
             request.credit.attempt = attempt
         self._append(("prefill", "returned", None), payload)
+
+    def _complete(self, who: Who, request: Request, part: AddChunk | Plan) -> Outcome:
+        """The first value of an index stays, and the first plan."""
+        outcome = Outcome.OK
+        if isinstance(part, Plan):
+            request.plan = request.plan or part
+        elif request.chunks.setdefault(part.index, part.ref) != part.ref:
+            outcome = Outcome.DUPLICATE
+        self._join(who, request)
+        return outcome
 
     def _join(self, who: Who, request: Request) -> None:
         """Decode gets one entry per request and attempt, when the plan and its chunks are complete."""

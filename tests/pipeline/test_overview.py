@@ -174,3 +174,14 @@ def test_tokens_count_evenly_from_the_first_one_to_the_end(began_s: int | None, 
     first_us = None if began_s is None else 1_000_000 * began_s
     request = EndedRequest("r", 1_000_000 * ended_s, "finished", 40, first_us)
     assert output_tokens_per_s([request], 100_000_000, 10) == pytest.approx(tokens / 10)
+
+
+async def test_what_is_promised_of_the_pool_is_the_sum_of_its_credits(
+    raw_redis: Redis, observer: Observer, namespace: str
+) -> None:
+    await observer.samples.take("s", POOL, PoolUsage(num_blobs=7, used_bytes=1, quota_bytes=5_000))
+    await raw_redis.hset(Keys(namespace).credits(POOL), mapping={"a": "0:1000", "b:c": "17:234"})
+    kv = (await observer.look()).kv
+    assert kv is not None
+    assert (kv.promised_bytes, kv.num_promised) == (1_234, 2)
+    await raw_redis.delete(Keys(namespace).credits(POOL))
