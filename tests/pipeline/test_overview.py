@@ -180,7 +180,7 @@ async def test_what_is_promised_of_the_pool_is_the_sum_of_its_credits(
     raw_redis: Redis, observer: Observer, namespace: str
 ) -> None:
     await observer.samples.take("s", POOL, PoolUsage(num_blobs=7, used_bytes=1, quota_bytes=5_000))
-    await raw_redis.hset(Keys(namespace).credits(POOL), mapping={"a": "0:1000", "b:c": "17:234"})
+    await raw_redis.execute_command("HSET", Keys(namespace).credits(POOL), "a", "0:1000", "b:c", "17:234")
     kv = (await observer.look()).kv
     assert kv is not None
     assert (kv.promised_bytes, kv.num_promised) == (1_234, 2)
