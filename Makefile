@@ -13,7 +13,7 @@ export SLUICE_HOME
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check format test test-redis prove clean
+.PHONY: help setup run check format test test-redis prove chaos clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,9 @@ test-redis: setup ## Run the tests of the transport on Debian's redis-server
 
 prove: setup ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+chaos: setup ## Make everything go wrong that is in docs/faults.md, for as long as it takes
+	$(BIN)/sluice chaos --long
 
 clean: ## Remove what this Makefile and the tools made, but no model
 	rm -rf $(VENV) build dist results .pytest_cache .ruff_cache .import_linter_cache .hypothesis

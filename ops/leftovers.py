@@ -15,19 +15,13 @@ from typing import Any
 from pipeline.connect import host_and_pid, open_client
 from pipeline.errors import WireError
 from pipeline.keys import STAGES, Keys
-from pipeline.messages import GenerateRequest, PrefilledPrompt, RawChunk, TokenizedPrompt, WorkItem
+from pipeline.messages import MESSAGES
 from pipeline.queue_state import queues_of
 from pipeline.settings import Settings
 from pipeline.transport import Process
 from pipeline.wire import unpack
 
 PAGE = 500  # entries read at a time
-MESSAGES: dict[str, type[WorkItem]] = {
-    "tokenizer": GenerateRequest,
-    "prefill": TokenizedPrompt,
-    "compressor": RawChunk,
-    "decode": PrefilledPrompt,
-}
 
 
 class Leftovers:

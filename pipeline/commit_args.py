@@ -5,7 +5,7 @@ Owns that translation. Knows nothing about connections or outcomes.
 
 from collections.abc import Sequence
 
-from pipeline.keys import RETURNED, Keys
+from pipeline.keys import HANDBACK, RETURNED, Keys
 from pipeline.redis_calls import Arg
 from pipeline.transport import (
     AddChunk,
@@ -25,9 +25,10 @@ from pipeline.transport import (
 class CommitArgs:
     """Collects keys and arguments, in the order in which the script reads them."""
 
-    def __init__(self, keys: Keys, pool_id: str | None) -> None:
+    def __init__(self, keys: Keys, pool_id: str | None, lease_s: float) -> None:
         self._names = keys
         self._pool_id = pool_id
+        self._lease_ms = max(1, round(1000 * lease_s))
         self.keys: list[str] = []
         self.args: list[Arg] = []
 
@@ -62,15 +63,17 @@ class CommitArgs:
             case Finish(terminal, state):
                 self.keys.append(self._names.finished())
                 self.args += ["finish", transaction.request_id, terminal, state]
-            case AddChunk(index, ref):
+            case AddChunk(index, ref, substitute):
                 self._add_decode_streams()
-                self.args += ["chunk", index, ref]
+                self.keys.append(self._credits())
+                self.args += ["chunk", index, ref, int(substitute)]
             case Plan(num_chunks, priority, payload):
                 self._add_decode_streams()
-                self.args += ["plan", num_chunks, priority, payload]
+                self.args += ["plan", transaction.request_id, num_chunks, priority, payload]
             case TakeCredit(num_bytes, max_bytes, max_requests):
                 self.keys.append(self._credits())
                 self.args += ["credit", transaction.request_id, num_bytes, max_bytes, max_requests]
+                self.args += [self._lease_ms, HANDBACK]
             case GiveCredit():
                 self.args += ["give", transaction.request_id]
             case Restart(attempt, payload):

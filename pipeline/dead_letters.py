@@ -16,35 +16,22 @@ request begins a new life under the old id: from its text where it died in the t
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, Literal, Self, cast
 
 from redis.asyncio import Redis
 
 from pipeline import wire
-from pipeline.boundaries import SUBMITTED, TOKENIZED, TOKENIZER_CLAIMED
 from pipeline.clock import Monotonic, monotonic_s
 from pipeline.errors import InvalidRequest, StateDamaged, WireError
 from pipeline.keys import STAGES, Keys
-from pipeline.messages import GenerateRequest, PrefilledPrompt, RawChunk, TokenizedPrompt, WorkItem
+from pipeline.messages import MESSAGES, GenerateRequest, PrefilledPrompt, TokenizedPrompt, WorkItem
 from pipeline.redis_calls import Arg, RedisCalls, command, commands
 from pipeline.redis_durable import script_on_disk
+from pipeline.restart import begin_again, stamps_so_far
 
 PATIENCE_S = 10.0
 PAGE = 16  # letters read at a time: one of them may have tens of MB
 
-MESSAGES: Final[Mapping[str, type[WorkItem]]] = MappingProxyType(
-    {
-        "tokenizer": GenerateRequest,
-        "prefill": TokenizedPrompt,
-        "compressor": RawChunk,
-        "decode": PrefilledPrompt,
-    }
-)
-"""By stage: what its letters hold, where they can be read."""
-
-# A new life crosses the later boundaries again. These it does not: a template may have read the time of the first.
-_KEPT_BOUNDARIES: Final = frozenset({SUBMITTED, TOKENIZER_CLAIMED, TOKENIZED})
 _MAX_ID_PART: Final = 2**64 - 1  # of the two in an entry's id
 _MAX_ATTEMPT: Final = 2**32 - 1  # as WorkItem allows
 
@@ -266,21 +253,11 @@ class DeadLetters:
 
 def reborn(message: WorkItem, attempt: int) -> GenerateRequest | TokenizedPrompt | None:
     """Return what a new life of a letter's request begins with; None for a message that no life begins with."""
-    stamps = tuple(stamp for stamp in message.stamps if stamp.boundary in _KEPT_BOUNDARIES)
     if isinstance(message, GenerateRequest):
-        return message.model_copy(update={"attempt": attempt, "stamps": stamps})
-    if not isinstance(message, TokenizedPrompt | PrefilledPrompt):
-        return None
-    return TokenizedPrompt(
-        request_id=message.request_id,
-        attempt=attempt,
-        priority=message.priority,
-        prompt_token_ids=message.prompt_token_ids,
-        params=message.params,
-        max_tokens=message.max_tokens,
-        speculate=message.speculate,
-        stamps=stamps,
-    )
+        return message.model_copy(update={"attempt": attempt, "stamps": stamps_so_far(message)})
+    if isinstance(message, TokenizedPrompt | PrefilledPrompt):
+        return begin_again(message, attempt)
+    return None
 
 
 def _letter(letter_id: LetterId, fields: Mapping[bytes, bytes]) -> Letter:

@@ -20,8 +20,9 @@ from typing import Any, NoReturn, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import structlog
+from redis.asyncio import Redis
 
-from pipeline.connect import open_client
+from pipeline.connect import connection_pool
 from pipeline.errors import SluiceError
 from pipeline.keys import Keys
 from pipeline.leases import RENEWALS_PER_LEASE, LeaseKeeper, claim_of
@@ -32,6 +33,7 @@ from pipeline.settings import Settings
 from pipeline.transport import Delivery
 
 READ_BYTES = 64 * 1024
+NUM_CONNECTIONS = 1  # there is one renewal at a time
 MAX_FRAME_BYTES = 1024 * 1024  # a delivery without its payload has a few hundred
 
 log = structlog.get_logger("heartbeat")
@@ -133,25 +135,28 @@ def _beat_until_the_end(line: socket.socket, settings: Settings, stage: int) -> 
 
 async def _beat(line: socket.socket, settings: Settings, stage: int) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=line)
-    client = open_client(settings)
+    # The calls bound their answers themselves (redis_calls.py): a cancellation must end them, or this never ends.
+    client = Redis.from_pool(connection_pool(settings.redis_url or "", NUM_CONNECTIONS, answer_timeout_s=None))
     address = read_address(settings.redis_url or "").shown
     # Longer than a lease would be in vain, as for every call of the stage.
     calls = RedisCalls(client, address, settings.lease_s)
-    beating: asyncio.Task[None] | None = None
     try:
         frames = _frames(reader)
         _, consumer = await anext(frames)
-        renewal = RedisRenewal(calls, Keys(settings.namespace), consumer)
-        keeper = LeaseKeeper(renewal, settings.lease_s, _told(writer), lambda: _end_hung(stage))
-        beating = asyncio.create_task(keeper.run())
-        async for frame in frames:
-            _apply(keeper, *frame)
+        keeper = LeaseKeeper(
+            RedisRenewal(calls, Keys(settings.namespace), consumer),
+            settings.lease_s,
+            _told(writer),
+            lambda: _end_hung(stage),
+        )
+        async with asyncio.TaskGroup() as tasks:  # if either ends, so does this process, and the stage is told
+            beating = tasks.create_task(keeper.run())
+            async for frame in frames:
+                _apply(keeper, *frame)
+            beating.cancel()
     except StopAsyncIteration:  # the stage ended before it began
         pass
     finally:
-        if beating is not None:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
         writer.close()
         await client.aclose()
 

@@ -144,6 +144,10 @@ class MemoryTransport:
         """Return how many entries wait or are being worked on."""
         return self._broker.length(stage, priority, self._options.pool_id)
 
+    async def num_waiting(self, stage: str, lane: Lane) -> int:
+        """Return how many entries nobody works on, apart from those of dead processes."""
+        return self._broker.num_waiting(stage, lane, self._options.pool_id)
+
     async def register(self, stage: str, info: bytes, ttl_s: float) -> None:
         """Announce this process for ttl_s seconds; info replaces what it announced before."""
         self._broker.registrations[stage, self.consumer] = (info, self._broker.monotonic() + ttl_s)

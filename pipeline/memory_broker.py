@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pipeline.clock import Monotonic
 from pipeline.keys import MAX_DEAD, MAX_FINISHED, RETURNED, Keys, Lane, lanes_of
+from pipeline.memory_credits import MemoryCredits
 from pipeline.transport import (
     END_STATES,
     AddChunk,
@@ -65,14 +66,6 @@ class Dead:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """What a request may fill of a pool."""
-
-    attempt: int
-    num_bytes: int
-
-
 class MemoryBroker:
     """What the transports of one process share, in the place of a server."""
 
@@ -84,7 +77,7 @@ class MemoryBroker:
         self.dead: dict[str, deque[Dead]] = {}
         self.finished: deque[FinishedRequest] = deque(maxlen=MAX_FINISHED)
         self.registrations: dict[tuple[str, str], tuple[bytes, float]] = {}
-        self.credits: dict[str, dict[str, Credit]] = {}
+        self.credits = MemoryCredits(self._waits)
         self._num_entries = 0
 
     def request(self, request_id: str) -> Request | None:
@@ -109,11 +102,17 @@ class MemoryBroker:
         """Return how many entries wait or are being worked on."""
         return len(self.streams.get(self._keys.stream(stage, priority, pool_id), {}))
 
-    def append(self, stage: str, priority: Lane, pool_id: str | None, payload: bytes) -> None:
-        """Add an entry to a stage's stream."""
+    def num_waiting(self, stage: str, lane: Lane, pool_id: str | None) -> int:
+        """Return how many entries nobody has."""
+        entries = self.streams.get(self._keys.stream(stage, lane, pool_id), {})
+        return sum(entry.nonce is None for entry in entries.values())
+
+    def append(self, stage: str, priority: Lane, pool_id: str | None, payload: bytes) -> tuple[str, str]:
+        """Add an entry to a stage's stream; returns the stream's name and the entry's id."""
         self._num_entries += 1
-        stream = self.streams.setdefault(self._keys.stream(stage, priority, pool_id), {})
-        stream[str(self._num_entries)] = Entry(payload)
+        name = self._keys.stream(stage, priority, pool_id)
+        self.streams.setdefault(name, {})[str(self._num_entries)] = Entry(payload)
+        return name, str(self._num_entries)
 
     def take(self, stage: str, max_items: int, options: TransportOptions) -> list[Delivery]:
         """Claim entries: by priority, and within it handed back, then expired, then new."""
@@ -180,7 +179,7 @@ class MemoryBroker:
                 if effect.first_index != num_tokens:
                     return Outcome.FENCED
                 num_tokens += effect.num_tokens
-            elif isinstance(effect, TakeCredit) and not self._has_room(transaction, effect, options):
+            elif isinstance(effect, TakeCredit) and not self.credits.has_room(transaction, effect, options):
                 return Outcome.FULL
         return None
 
@@ -197,7 +196,7 @@ class MemoryBroker:
                 case Finish():
                     self.end_request(transaction.request_id, request, effect, options)
                 case AddChunk() | Plan():
-                    outcome = self._complete(request, effect, options) or outcome
+                    outcome = self._complete(transaction.request_id, request, effect, options) or outcome
                 case TakeCredit() | GiveCredit():
                     self._change_credit(transaction, request, effect, options)
                 case Restart():
@@ -209,49 +208,42 @@ class MemoryBroker:
     def _change_credit(
         self, transaction: Transaction, request: Request, effect: TakeCredit | GiveCredit, options: TransportOptions
     ) -> None:
-        request_id = transaction.request_id
-        before = {pool_id for pool_id, owned in self.credits.items() if request_id in owned}
-        self.drop_credit(request_id)
-        if isinstance(effect, TakeCredit):
-            if before - {options.pool_id}:  # of another pool, in which it began: nothing of that is of use here
-                request.chunks = {}
-            self._credits(options)[request_id] = Credit(transaction.attempt, effect.num_bytes)
+        if isinstance(effect, GiveCredit):
+            self.credits.drop(transaction.request_id)
+            return
+        self.credits.take(transaction, effect, options)
+        request.chunks, request.plan, request.joined = {}, None, False  # it begins its prompt
 
-    def _credits(self, options: TransportOptions) -> dict[str, Credit]:
-        if options.pool_id is None:
-            raise ValueError("credits are those of a pool, and this process has none")
-        return self.credits.setdefault(options.pool_id, {})
-
-    def _has_room(self, transaction: Transaction, credit: TakeCredit, options: TransportOptions) -> bool:
-        others = [owned for owner, owned in self._credits(options).items() if owner != transaction.request_id]
-        num_bytes = credit.num_bytes + sum(owned.num_bytes for owned in others)
-        return num_bytes <= credit.max_bytes and len(others) < credit.max_requests
-
-    def drop_credit(self, request_id: str) -> None:
-        """End a request's credit, in whichever pool it is."""
-        for credits_of_pool in self.credits.values():
-            credits_of_pool.pop(request_id, None)
+    def _waits(self, entry: tuple[str, str], lease_s: float) -> bool:
+        found = self.streams.get(entry[0], {}).get(entry[1])
+        return found is None or self._rank(found, lease_s) is not None
 
     def _restart(self, transaction: Transaction, request: Request, restart: Restart) -> None:
         request.attempt, request.plan, request.chunks, request.joined = restart.attempt, None, {}, False
-        for owned in self.credits.values():
-            if credit := owned.get(transaction.request_id):
-                owned[transaction.request_id] = Credit(restart.attempt, credit.num_bytes)
-        self.append("prefill", RETURNED, None, restart.payload)
+        entry = self.append("prefill", RETURNED, None, restart.payload)
+        self.credits.move(transaction.request_id, restart.attempt, entry)
 
     def end_request(self, request_id: str, request: Request, end: Finish, options: TransportOptions) -> None:
         """Write the terminal entry; from now on the request is only to be read."""
         request.results.append(ResultEntry(None, end.terminal))
         request.state, request.plan, request.chunks = end.state, None, {}
-        self.drop_credit(request_id)
+        self.credits.drop(request_id)
         request.expires_at = self.monotonic() + options.result_ttl_s
         self.finished.append(FinishedRequest(request_id, end.terminal))
 
-    def _complete(self, request: Request, part: AddChunk | Plan, options: TransportOptions) -> Outcome | None:
+    def _complete(
+        self, request_id: str, request: Request, part: AddChunk | Plan, options: TransportOptions
+    ) -> Outcome | None:
         """Note one part of what decode waits for, and hand it over with the last one."""
         outcome = None
         if isinstance(part, Plan):
-            request.plan = request.plan or part
+            if request.plan is None:
+                request.plan = part
+                self.credits.settle(request_id)
+        elif self.credits.home_of(request_id) not in (None, options.pool_id):
+            outcome = Outcome.DUPLICATE
+        elif not part.substitute:
+            request.chunks[part.index] = part.ref
         elif request.chunks.setdefault(part.index, part.ref) != part.ref:
             outcome = Outcome.DUPLICATE
         self._join(request, options)

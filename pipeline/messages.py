@@ -8,7 +8,9 @@ carries references to KV, never tensors.
     result stream: Delta, Delta, ... Terminal
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -129,8 +131,14 @@ class PrefilledPrompt(WorkItem):
     num_restarts: Count = 0
 
 
+MESSAGES: Final[Mapping[str, type[WorkItem]]] = MappingProxyType(
+    {"tokenizer": GenerateRequest, "prefill": TokenizedPrompt, "compressor": RawChunk, "decode": PrefilledPrompt}
+)
+"""What lies in the queues of each stage."""
+
+
 class SealedChunk(Stamped):
-    """The compressor's result, kept with the request until decode has copied the chunk."""
+    """The compressor's result, or one of decode's checkpoints; kept with the request until it ends."""
 
     kind: Literal["sealed_chunk"] = "sealed_chunk"
     chunk_index: Count

@@ -177,7 +177,7 @@ class Observer:
     async def _promised(self, pool_id: str) -> tuple[int, int]:
         """The bytes of all credits of a pool, and how many there are."""
         reply = await command(self._calls, self._client, "HVALS", self._keys.credits(pool_id))
-        sizes = [int(credit.rpartition(b":")[2]) for credit in cast("list[bytes]", reply)]
+        sizes = [int(credit.split(b" ")[0].rpartition(b":")[2]) for credit in cast("list[bytes]", reply)]
         return sum(sizes), len(sizes)
 
     async def _processes(self) -> tuple[ProcessState, ...]:

@@ -28,6 +28,7 @@ from pipeline.keys import (
     Lane,
     Priority,
 )
+from pipeline.queue_state import QueueState
 from pipeline.redis_calls import Arg, RedisCalls, command, read_stream
 from pipeline.redis_durable import script_on_disk
 from pipeline.redis_receive import BLOCK_SLICE_S, StageReceiver
@@ -144,7 +145,7 @@ class RedisStreams:
         """Carry out transactions in order, in one round trip; a refused one does not touch the others."""
         if not transactions:
             return []
-        arguments = CommitArgs(self._keys, self._options.pool_id)
+        arguments = CommitArgs(self._keys, self._options.pool_id, self._options.lease_s)
         arguments.args += [self.consumer, secrets.token_hex(8), self._options.result_ttl_s]
         arguments.args += [MAX_DEAD, DEAD_TTL_S, MAX_FINISHED]
         arguments.add_all(transactions)
@@ -203,6 +204,12 @@ class RedisStreams:
         """Return how many entries wait or are being worked on."""
         stream = self._keys.stream(stage, priority, self._options.pool_id)
         return cast("int", await self._command("XLEN", stream))
+
+    async def num_waiting(self, stage: str, lane: Lane) -> int:
+        """Return how many entries nobody works on, apart from those of dead processes."""
+        stream = self._keys.stream(stage, lane, self._options.pool_id)
+        [numbers] = cast("list[bytes]", await self._calls.script("queues", [stream], [HANDBACK, stage]))
+        return QueueState.parse(stage, lane, numbers).num_waiting
 
     async def register(self, stage: str, info: bytes, ttl_s: float) -> None:
         """Announce this process for ttl_s seconds; info replaces what it announced before."""

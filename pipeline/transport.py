@@ -71,10 +71,15 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class AddChunk:
-    """Store one sealed chunk of this attempt; the first value of an index stays. Then join."""
+    """Store one sealed chunk of this attempt, in the place of an earlier one. Then join.
+
+    A substitute, which names no blob that can be read, takes nobody's place. In another pool than that of the
+    request's credit nothing is stored: it began again there.
+    """
 
     index: int
     ref: bytes
+    substitute: bool = False
 
     def __post_init__(self) -> None:
         if self.index < 0:
@@ -100,10 +105,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class TakeCredit:
-    """Reserve num_bytes of the pool for the request, unless the pool's credits have no room: then FULL.
+    """Reserve num_bytes of the pool for the request, and begin its prompt, unless there is no room: then FULL.
 
-    Taken again (after a take-over, or under a new attempt), the request's own credit is replaced. A credit belongs to
-    the request's state: it ends with the request, or when it is given back.
+    A credit belongs to the request's state: it ends with the request, or when it is given back. One that the request
+    has already is enough if it is large enough. Until the Plan, a credit counts only while somebody works on its entry;
+    one whose entry waits (its holder died, or handed it back) makes way for others. What an earlier holder stored of
+    the attempt is forgotten.
     """
 
     num_bytes: int
@@ -169,7 +176,7 @@ class Outcome(StrEnum):
     OK = "ok"
     """It happened."""
     DUPLICATE = "duplicate"
-    """It happened, but an AddChunk found another value under its index, which stays: yours is not used."""
+    """It happened, but an AddChunk was not stored, because of what is there, or of the pool: yours is not used."""
     ALREADY = "already"
     """The entry is gone: it was acknowledged before, by an earlier sending of this transaction or by another
     holder. Nothing changed."""
@@ -313,6 +320,10 @@ class Transport(Protocol):
 
     async def queue_length(self, stage: str, priority: Lane) -> int:
         """Return how many entries wait or are being worked on."""
+        ...
+
+    async def num_waiting(self, stage: str, lane: Lane) -> int:
+        """Return how many entries nobody works on, apart from those of dead processes."""
         ...
 
     async def register(self, stage: str, info: bytes, ttl_s: float) -> None:

@@ -183,7 +183,11 @@ class _Worker:
         )
         transaction = _ending(delivery, failure, claimed_us=claimed_us)
         assert transaction is not None, "a stage that found a wrong field has read the message"
-        [outcome] = await self._transport.commit([transaction])
+        try:
+            [outcome] = await self._transport.commit([transaction])
+        except StateDamaged as damaged:  # nothing can be committed for this request
+            await self._bury(delivery, error.code, f"{error}; {damaged}")
+            return
         await self._stage.settled(transaction, outcome)
 
     async def _failed(self, delivery: Delivery, error: Exception) -> None:

@@ -233,7 +233,7 @@ class _Watch:
         sample = Sample(
             at_s=round(monotonic_s() - self._started_at, 2),
             blobs_mib=round(usage.used_bytes / MIB, 2),
-            credits_mib=round(sum(int(credit.partition(b":")[2]) for credit in held) / MIB, 2),
+            credits_mib=round(sum(int(credit.split(b" ")[0].partition(b":")[2]) for credit in held) / MIB, 2),
             num_credits=len(held),
             num_in_front=entries["tokenizer"] + entries["prefill"],
             num_compressor=entries["compressor"],

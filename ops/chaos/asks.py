@@ -3,7 +3,7 @@
 Owns nothing but their sizes. On a model of bytes a character is a token; on a real one there are fewer tokens.
 """
 
-from ops.chaos.lab import Lab
+from ops.chaos.inquiry import Inquiry
 from pipeline.client.asks import NewRequest
 
 SOON_TOKENS = 40  # of a few long answers: all of them are under way, none is near its end
@@ -29,7 +29,7 @@ SENTENCES = (
 )
 
 
-def long_answers(lab: Lab, number: int = 4, max_tokens: int = 300) -> list[NewRequest]:
+def long_answers(lab: Inquiry, number: int = 4, max_tokens: int = 300) -> list[NewRequest]:
     """Return requests that decode is busy with for seconds."""
     return [
         lab.ask(
@@ -45,7 +45,7 @@ def long_answers(lab: Lab, number: int = 4, max_tokens: int = 300) -> list[NewRe
     ]
 
 
-def long_prompts(lab: Lab, number: int = 4, num_chars: int = 700, max_tokens: int = 40) -> list[NewRequest]:
+def long_prompts(lab: Inquiry, number: int = 4, num_chars: int = 700, max_tokens: int = 40) -> list[NewRequest]:
     """Return requests whose KV is many chunks."""
     return [
         lab.ask(
@@ -60,7 +60,7 @@ def long_prompts(lab: Lab, number: int = 4, num_chars: int = 700, max_tokens: in
     ]
 
 
-def open_ends(lab: Lab, number: int = 4, max_tokens: int = 200) -> list[NewRequest]:
+def open_ends(lab: Inquiry, number: int = 4, max_tokens: int = 200) -> list[NewRequest]:
     """Return requests whose answers another seed changes also on a real model: what comes next is anybody's guess."""
     return [
         lab.ask(
@@ -75,7 +75,7 @@ def open_ends(lab: Lab, number: int = 4, max_tokens: int = 200) -> list[NewReque
     ]
 
 
-def short_ones(lab: Lab, number: int, max_tokens: int = 12, distinct: int = 12) -> list[NewRequest]:
+def short_ones(lab: Inquiry, number: int, max_tokens: int = 12, distinct: int = 12) -> list[NewRequest]:
     """Return many small requests, of which only `distinct` differ."""
     return [
         lab.ask(f"request {index % distinct}", max_tokens, seed=200 + index % distinct, temperature=_temperature(index))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kv_store.pool import FilePool
 from ops.chaos.history import Seen
-from ops.chaos.lab import POLL_S, TIMEOUT_S, Trial
+from ops.chaos.trial import POLL_S, TIMEOUT_S, Trial
 from stages.common.kv_blobs import owner_of
 
 

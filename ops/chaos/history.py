@@ -92,6 +92,18 @@ class History:
             self.requests.append(seen)
             self._own(self._follow(seen))
 
+    async def accepted(self, requests: Sequence[Seen], *, timeout_s: float) -> None:
+        """Return when requests are accepted, or refused.
+
+        Raises:
+            TimeoutError: some still wait at the door.
+        """
+
+        def waiting() -> int:
+            return sum(seen.accepted_at is None and not seen.is_over for seen in requests)
+
+        await holds(lambda: not waiting(), timeout_s, lambda: f"{waiting()} requests wait at the door")
+
     async def ended(self, requests: Sequence[Seen] | None = None, *, timeout_s: float) -> None:
         """Return when the requests, by default all of them, are over.
 

@@ -1,4 +1,4 @@
-"""Runs a module on a wall clock that jumps by an hour and back: `python ops/chaos/other_clock.py MODULE`.
+"""Runs a module on a wall clock that jumps by an hour and back: `python -m ops.chaos.other_clock MODULE`.
 
 Owns this process's idea of the time of day. Its monotonic clock stays as it is, as on a machine whose clock is set.
 Knows nothing about the module.
@@ -28,7 +28,5 @@ def jumping() -> float:
 
 if __name__ == "__main__":
     time.time_ns, time.time = jumping_ns, jumping
-    module = sys.argv[1]
-    sys.argv = [module]
-    sys.path.insert(0, "")
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -73,20 +73,28 @@ class Stopped:
         self._pids: set[int] = set()
 
     def stop(self, pid: int) -> None:
-        """Stop a process with all its threads."""
-        os.kill(pid, signal.SIGSTOP)
+        """Stop a process with all its threads, and with the helpers that it started."""
+        _signal_all(pid, signal.SIGSTOP)
         self._pids.add(pid)
 
     def resume(self, pid: int) -> None:
         """Let it go on."""
         self._pids.discard(pid)
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+            _signal_all(pid, signal.SIGCONT)
 
     def resume_all(self) -> None:
         """Let all of them go on."""
         for pid in tuple(self._pids):
             self.resume(pid)
+
+
+def _signal_all(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process and its helpers: a stage leads a group of its own."""
+    if os.getpgid(pid) == pid:
+        os.killpg(pid, number)
+    else:
+        os.kill(pid, number)
 
 
 class ExtraStage:

@@ -48,6 +48,11 @@ class Proxy:
         """The address for SLUICE_REDIS_URL."""
         return f"unix://{self._socket}"
 
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
     def freeze(self) -> None:
         """Let nothing through until it is opened."""
         self._open.clear()

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from ops.chaos.asks import long_answers, long_prompts, short_ones
 from ops.chaos.history import Seen, holds, output_of
-from ops.chaos.lab import TIMEOUT_S, Lab, Trial
+from ops.chaos.lab import Lab
 from ops.chaos.processes import pids_of
 from ops.chaos.remains import blobs_left, held_credits
 from ops.chaos.row import Row
+from ops.chaos.trial import TIMEOUT_S, Trial
 from pipeline.messages import Failure
 
 SLOW_CHUNK_S = 0.4
@@ -107,7 +108,7 @@ async def _leave_in(trial: Trial, state: State) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not await state.reached(trial, seen):
         if seen.is_over or time.monotonic() > deadline:
-            lab.problems([f"{state.name}: the request was never in this state"])
+            lab.blame([f"{state.name}: the request was never in this state"])
             return
         await asyncio.sleep(POLL_S)
     await trial.stack.client().cancel(seen.request_id)

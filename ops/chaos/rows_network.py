@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from ops.chaos.asks import long_answers, long_prompts, short_ones
-from ops.chaos.lab import LEASE_S, Lab, Trial
+from ops.chaos.lab import LEASE_S, Lab
 from ops.chaos.processes import extra_stage, registered
 from ops.chaos.proxy import Proxy
 from ops.chaos.row import Row
+from ops.chaos.trial import Trial
 from ops.outputs import Output
 from ops.server.valkey import EmbeddedValkey
 from pipeline.batch.results import Completion
@@ -62,7 +63,7 @@ async def f15(lab: Lab) -> None:
             if not isinstance(outcome, Completion) or Output.of(outcome) != expected[index]:
                 crossed.append(f"the result of {sent[index].request_id} is another one's")
         lab.note(f"{num_cancelled} of {NUM_CALLS} calls cancelled while they waited")
-        lab.problems(crossed[:4])
+        lab.blame(crossed[:4])
         lab.require(num_cancelled > NUM_CALLS / 5, f"only {num_cancelled} calls were cancelled")
 
 

@@ -5,18 +5,25 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from kv_store.pool import FilePool
+from ops.chaos import deadly
 from ops.chaos.asks import SAMPLED_TEMPERATURE, long_answers
-from ops.chaos.lab import Lab, Trial
+from ops.chaos.deadly import DEADLY
+from ops.chaos.history import Seen
+from ops.chaos.lab import Lab
+from ops.chaos.launchers import write_procfile
 from ops.chaos.processes import pids_of, ready_pids
 from ops.chaos.row import Row
+from ops.chaos.trial import POLL_S, TIMEOUT_S, Trial
 from pipeline.batch.options import served_name
+from pipeline.client.asks import NewRequest
 from pipeline.client.batches import Batches
 from pipeline.keys import MAX_DELIVERIES, POOLED_STAGES, STAGES
 from pipeline.wire import MAX_BYTES, SCHEMA_VERSION
@@ -59,34 +66,30 @@ async def f6(lab: Lab) -> None:
 
 
 async def f21(lab: Lab) -> None:
-    """A message takes down every process that has it; others wait right behind it."""
+    """A message takes down every process that reads it; others wait right behind it, and come after it."""
     besides = long_answers(lab, NUM_BESIDES, 40)
-    [poison] = [lab.ask("a prompt that nobody survives", 20)]
     await lab.expected(besides)
     for stage in ("tokenizer", "prefill", "decode"):
-        async with lab.trial(fault=f"{stage}.claimed=killx{MAX_DELIVERIES}") as trial:
-            trial.mark()
-            pid = pids_of(trial.stack)[stage]
-            trial.stopped.stop(pid)  # so that all of them lie there when it goes on, the poison first
-            [poisoned] = trial.send([poison])
-            await trial.accepted([poisoned])
-            if stage != "tokenizer":
-                await _arrived(trial, stage, 1)
-            sent = trial.send(besides)
-            await trial.accepted(sent)
-            if stage != "tokenizer":
-                await _arrived(trial, stage, 1 + len(sent))
-            trial.stopped.resume(pid)
-            await trial.ended([poisoned])
-            failure = poisoned.failure
-            code = None if failure is None else failure.code
-            lab.note(f"{stage}: {code} after {len(trial.deaths.all)} deaths")
-            lab.require(failure is not None, f"{stage}: the poison ended with {poisoned.terminals or poisoned.error}")
-            lab.require(await _num_dead(trial, stage) == 1, f"{stage}: {await _num_dead(trial, stage)} dead letters")
-            lab.require(
-                trial.num_struck(f"{stage}.claimed") == MAX_DELIVERIES, f"{stage}: it was not the poison's turn"
-            )
-            await trial.judge(sent, recovers=False)
+        poison = replace(lab.ask("a prompt that nobody survives", 20), request_id=f"{DEADLY}{stage}")
+        async with lab.home() as settings:
+            procfile = write_procfile(settings.home / "Procfile", deadly, {stage})
+            async with lab.trial_in(settings, procfile=procfile) as trial:
+                trial.mark()
+                trial.may_die = True
+                pid = pids_of(trial.stack)[stage]
+                trial.stopped.stop(pid)  # so that all of them lie there when it goes on, the poison first
+                [poisoned] = await _queued(trial, stage, [poison], 1)
+                sent = await _queued(trial, stage, besides, 1 + len(besides))
+                trial.stopped.resume(pid)
+                await trial.ended([poisoned])
+                sent += trial.send(besides)
+                failure = poisoned.failure
+                num_deaths, num_dead = _num_kills(trial, stage), await _num_dead(trial, stage)
+                lab.note(f"{stage}: {failure.code if failure else None} after {num_deaths} deaths")
+                lab.require(failure is not None, f"{stage}: the poison has no failure: {poisoned.error}")
+                lab.require(num_deaths == MAX_DELIVERIES, f"{stage}: {num_deaths} deaths and not {MAX_DELIVERIES}")
+                lab.require(num_dead == 1, f"{stage}: {num_dead} dead letters and not 1")
+                await trial.judge(sent, recovers=False)
 
 
 async def f34(lab: Lab) -> None:
@@ -109,7 +112,6 @@ async def f34(lab: Lab) -> None:
             num_dead = await _num_dead(trial, stage)
             lab.require(num_dead == wanted, f"{stage} has {num_dead} dead letters and not {wanted}")
         lab.note(f"{wanted} strange entries for each of {len(STAGES)} stages, one of {HUGE_BYTES >> 20} MiB")
-        lab.require(not trial.deaths.all, f"{[death.name for death in trial.deaths.all]} died")
 
 
 def _line_ask(lab: Lab, index: int) -> Any:
@@ -142,12 +144,21 @@ async def _kill_at_random(trial: Trial, for_s: float) -> None:
             trial.strike(generator.choice(ready), number=signal.SIGKILL)
 
 
-async def _arrived(trial: Trial, stage: str, number: int) -> None:
-    deadline = time.monotonic() + 60.0
+async def _queued(trial: Trial, stage: str, asks: Sequence[NewRequest], number: int) -> list[Seen]:
+    """Send requests and return when `number` lie in front of a stage."""
+    sent = trial.send(asks)
+    await trial.accepted(sent)
+    deadline = time.monotonic() + TIMEOUT_S
     while await trial.queue_length(stage) < number:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{number} requests did not arrive at {stage}")
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(POLL_S)
+    return sent
+
+
+def _num_kills(trial: Trial, stage: str) -> int:
+    """How often a stage's process was ready and died: each start says so in its log, and the last one lives."""
+    return trial.log(stage).count('"stage_ready"') - 1
 
 
 async def _num_dead(trial: Trial, stage: str) -> int:

@@ -9,10 +9,11 @@ from pathlib import Path
 from redis.exceptions import OutOfMemoryError
 
 from ops.chaos.asks import SOON_TOKENS, long_answers, long_prompts, short_ones
-from ops.chaos.history import History, Seen, compared, holds, stored_problems
-from ops.chaos.lab import TIMEOUT_S, Lab, Trial
+from ops.chaos.history import History, Seen, compared, stored_problems
+from ops.chaos.lab import Lab
 from ops.chaos.row import Row
 from ops.chaos.server import AOF
+from ops.chaos.trial import TIMEOUT_S, Trial
 from ops.server.valkey import EmbeddedValkey, ValkeyFailed
 from pipeline.client.client import Client
 from pipeline.client.errors import QueueFull
@@ -101,9 +102,7 @@ async def f13(lab: Lab) -> None:
         transport = await open_transport(own)
         history = History(Client(transport, own))
         sent = history.send(asks)
-        await holds(
-            lambda: all(seen.accepted_at is not None for seen in sent), TIMEOUT_S, lambda: "not all are accepted"
-        )
+        await history.accepted(sent, timeout_s=TIMEOUT_S)
         await history.close()
         await transport.close()
         await server.stop()
@@ -124,7 +123,7 @@ async def f13(lab: Lab) -> None:
             lab.note(f"damaged in its middle, it says: {str(error)[-SAID_CHARS:]}")
             lab.require("append only file" in str(error), f"it is not said why: {error}")
         else:
-            lab.problems(["the server started on a damaged file and said nothing"])
+            lab.blame(["the server started on a damaged file and said nothing"])
         finally:
             await server.stop()
 
@@ -140,7 +139,7 @@ async def f18(lab: Lab) -> None:
         await trial.redis.config_set("maxmemory", await trial.server.memory_bytes() // 2)
         try:
             await trial.redis.set(f"{trial.keys.namespace}:probe", "x", ex=1)
-            lab.problems(["the server is not full: it took a key"])
+            lab.blame(["the server is not full: it took a key"])
         except OutOfMemoryError:
             pass
         refused = trial.history.send(more, door_timeout_s=DOOR_S)
@@ -172,9 +171,9 @@ async def f40(lab: Lab) -> None:
         lab.require(lost > 0, "nothing happened in the second that was lost")
         await trial.ended(sent)
         expected = await lab.expected([seen.ask for seen in sent])
-        lab.problems(compared(sent, expected))
+        lab.blame(compared(sent, expected))
         await trial.idle()
-        lab.problems(await stored_problems(trial.redis, trial.keys, sent))
+        lab.blame(await stored_problems(trial.redis, trial.keys, sent))
         await trial.judge_remains()
 
 

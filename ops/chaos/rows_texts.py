@@ -8,9 +8,10 @@ from typing import Any
 from ops.chaos.asks import long_prompts, open_ends
 from ops.chaos.damage import blobs_of, sealed
 from ops.chaos.history import Seen
-from ops.chaos.lab import CHUNK_TOKENS, Lab, Trial
+from ops.chaos.lab import CHUNK_TOKENS, Lab
 from ops.chaos.processes import pids_of
 from ops.chaos.row import Row
+from ops.chaos.trial import Trial
 from pipeline.client.asks import NewRequest
 from pipeline.counters import KV_RECOMPUTED_TOKENS, REQUESTS_SENT_BACK, TOKENS_REPLAYED
 

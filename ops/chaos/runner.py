@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.chaos.lab import Lab, Models, NotRun
+from ops.chaos.inquiry import Models, NotRun
+from ops.chaos.lab import Lab
 from ops.chaos.reference import Reference
 from ops.chaos.row import LONG_LIMIT_S, Row, RowResult, Verdict
 from ops.chaos.tiny_model import write_tiny_llama
@@ -73,13 +74,13 @@ async def _run(row: Row, lab: Lab) -> RowResult:
         verdict = "not run"
         lab.note(str(reason))
     except (SluiceError, TimeoutError) as error:
-        lab.problems([f"{type(error).__name__}: {error}"])
+        lab.blame([f"{type(error).__name__}: {error}"])
     except Exception as error:  # noqa: BLE001 - a row that breaks is one that fails, and the others are run all the same
         place = traceback.extract_tb(error.__traceback__)[-1]
-        lab.problems([f"the row broke: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"])
-    if lab.found.problems:
+        lab.blame([f"the row broke: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"])
+    if lab.problems:
         verdict = "FAILED"
-    return _result(row, verdict, lab.found.notes, lab.found.problems, time.monotonic() - started_at)
+    return _result(row, verdict, lab.notes, lab.problems, time.monotonic() - started_at)
 
 
 def _result(row: Row, verdict: Verdict, notes: Iterable[str], problems: Iterable[str], wall_s: float) -> RowResult:

@@ -28,8 +28,10 @@ def table(results: Sequence[RowResult]) -> Table:
 
 
 def markdown(results: Sequence[RowResult]) -> str:
-    """Return the same for a page."""
-    lines = [COLUMNS, ("---", "---", "---", "---", "--:"), *map(_cells, results)]
+    """Return the same for a page, and what is promised besides."""
+    header = (*COLUMNS[:2], "promised", *COLUMNS[2:])
+    rows = ((*cells[:2], result.expected, *cells[2:]) for result in results for cells in (_cells(result),))
+    lines = [header, ("---", "---", "---", "---", "---", "--:"), *rows]
     return "\n".join(f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in line)} |" for line in lines)
 
 

@@ -16,7 +16,7 @@ local function goes_on(id, credit)
   if request.err or not request[1] or ENDED[request[1]] then
     return false
   end
-  return request[2] == string.match(credit, '^(%d+):%d+$') and request[3] == credits
+  return request[2] == string.match(credit, '^(%d+):%d+') and request[3] == credits
 end
 
 local page, num_taken = redis.call('HSCAN', credits, cursor, 'COUNT', count), 0

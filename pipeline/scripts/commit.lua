@@ -18,9 +18,10 @@
 --         publish  KEYS stream                            ARGV payload
 --         emit                                            ARGV delta, first_index, num_tokens
 --         finish   KEYS finished log                      ARGV request id, terminal, state
---         chunk    KEYS decode interactive, decode batch  ARGV index, ref
---         plan     KEYS decode interactive, decode batch  ARGV num_chunks, priority, payload
---         credit   KEYS credits                           ARGV request id, bytes, most bytes, most requests
+--         chunk    KEYS decode interactive, decode batch, credits  ARGV index, ref, '1' for a substitute
+--         plan     KEYS decode interactive, decode batch  ARGV request id, num_chunks, priority, payload
+--         credit   KEYS credits                           ARGV request id, bytes, most bytes, most requests,
+--                                                              lease_ms, handback consumer
 --         give                                            ARGV request id
 --         restart  KEYS returned stream                   ARGV request id, attempt, payload
 --         dead     KEYS dead stream                       ARGV payload, reason
@@ -67,11 +68,14 @@ function READ.finish(e)
 end
 function READ.chunk(e)
   e.decode = read_decode()
+  e.credits = key()
   e.index = arg()
   e.ref = arg()
+  e.substitute = arg() == '1'
 end
 function READ.plan(e)
   e.decode = read_decode()
+  e.request_id = arg()
   e.num_chunks = arg()
   e.priority = arg()
   e.payload = arg()
@@ -82,6 +86,8 @@ function READ.credit(e)
   e.bytes = tonumber(arg())
   e.max_bytes = tonumber(arg())
   e.max_requests = tonumber(arg())
+  e.lease_ms = tonumber(arg())
+  e.handback = arg()
 end
 function READ.give(e)
   e.request_id = arg()
@@ -134,16 +140,46 @@ local function sent_before(t)
   return string.sub(claim, 1, #prefix) == prefix and tonumber(string.sub(claim, #prefix + 1)) >= t.number
 end
 
--- A credit is `attempt:bytes` under the request's id. One that the request has already does not count.
-local function has_room(e)
-  local bytes, num = e.bytes, 1
+-- A credit is `attempt:bytes` under the request's id. Until the prompt is computed, the stream and the id of the entry
+-- follow, each behind a space: while nobody works on that entry, the credit is only kept warm. Else a prefill that was
+-- killed would leave a credit that keeps others waiting who stand before its entry in the queue.
+local function is_idle(t, e, credit)
+  local stream, id = string.match(credit, ' (%S+) (%S+)$')
+  if not stream then
+    return false
+  end
+  local pending = redis.pcall('XPENDING', stream, t.group, id, id, 1)
+  local row = pending.err == nil and pending[1]
+  return not row or row[2] == e.handback or row[3] >= e.lease_ms
+end
+
+-- Whether the request may have its credit; e.revoked are the idle ones that have to go for it.
+local function has_room(t, e)
+  local function fits(bytes, num)
+    return bytes + e.bytes <= e.max_bytes and num + 1 <= e.max_requests
+  end
+  local bytes, num, idle_bytes = 0, 0, 0
+  local idle = {}
   local credits = redis.call('HGETALL', e.credits)
   for i = 1, #credits, 2 do
-    if credits[i] ~= e.request_id then
-      bytes, num = bytes + tonumber(string.match(credits[i + 1], ':(%d+)$') or 0), num + 1
+    local id, credit = credits[i], credits[i + 1]
+    local credit_bytes = tonumber(string.match(credit, '^%d+:(%d+)') or 0)
+    if id == e.request_id then
+      if credit_bytes >= e.bytes then -- it has what it asks for, however the bounds have changed
+        return true
+      end
+    else
+      bytes, num = bytes + credit_bytes, num + 1
+      if is_idle(t, e, credit) then
+        idle_bytes, idle[#idle + 1] = idle_bytes + credit_bytes, id
+      end
     end
   end
-  return bytes <= e.max_bytes and num <= e.max_requests
+  if fits(bytes, num) then
+    return true
+  end
+  e.revoked = idle
+  return fits(bytes - idle_bytes, num - #idle)
 end
 
 -- Returns an outcome if the transaction must not happen, and ends its entry where nobody can ever use it.
@@ -173,7 +209,7 @@ local function refusal(t)
         return 'fenced'
       end
       n = n + e.num
-    elseif e.kind == 'credit' and not has_room(e) then
+    elseif e.kind == 'credit' and not has_room(t, e) then
       return 'full'
     end
   end
@@ -217,25 +253,44 @@ function WRITE.finish(t, e)
     e.terminal, e.state, e.finished, result_ttl_s, max_finished)
 end
 function WRITE.chunk(t, e)
-  if redis.call('HSETNX', t.chunks, e.index, e.ref) == 0 then
+  local home = redis.call('HGET', t.request, 'credits')
+  if home and home ~= e.credits then -- it began again in another pool, and gets all its chunks there
+    t.duplicate = true
+  elseif not e.substitute then -- whoever comes later has it in better shape: its blob was lost, or it is sealed anew
+    redis.call('HSET', t.chunks, e.index, e.ref)
+  elseif redis.call('HSETNX', t.chunks, e.index, e.ref) == 0 then
     t.duplicate = t.duplicate or redis.call('HGET', t.chunks, e.index) ~= e.ref
   end
   join(t, e.decode)
+end
+-- From here on the request is in the hands of the stages behind prefill, and its credit counts whatever happens.
+local function settle_credit(t, request_id)
+  local credits = redis.call('HGET', t.request, 'credits')
+  local credit = credits and redis.call('HGET', credits, request_id)
+  if credit then
+    redis.call('HSET', credits, request_id, string.match(credit, '^%d+:%d+'))
+  end
 end
 function WRITE.plan(t, e)
   if redis.call('HSETNX', t.request, 'plan:' .. t.attempt, e.num_chunks) == 1 then
     redis.call('HSET', t.request, 'plan_priority:' .. t.attempt, e.priority,
       'plan_payload:' .. t.attempt, e.payload)
+    settle_credit(t, e.request_id)
   end
   join(t, e.decode)
 end
 function WRITE.credit(t, e)
   local before = redis.call('HGET', t.request, 'credits')
-  if before and before ~= e.credits then -- of another pool, in which it began: nothing of that is of use here
+  if before and before ~= e.credits then -- of another pool, in which it began
     redis.call('HDEL', before, e.request_id)
-    redis.call('DEL', t.chunks)
   end
-  redis.call('HSET', e.credits, e.request_id, t.attempt .. ':' .. string.format('%.0f', e.bytes))
+  for _, id in ipairs(e.revoked or {}) do
+    redis.call('HDEL', e.credits, id)
+  end
+  -- Whoever takes it begins the prompt: what an earlier holder left of this attempt is of no use.
+  redis.call('DEL', t.chunks)
+  redis.call('HDEL', t.request, 'plan:' .. t.attempt, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)
+  redis.call('HSET', e.credits, e.request_id, string.format('%s:%.0f %s %s', t.attempt, e.bytes, t.stream, t.id))
   redis.call('HSET', t.request, 'credits', e.credits)
 end
 function WRITE.give(t, e)
@@ -249,12 +304,13 @@ function WRITE.restart(t, e)
   redis.call('HSET', t.request, 'attempt', e.attempt)
   redis.call('HDEL', t.request, 'plan:' .. t.attempt, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)
   redis.call('DEL', t.chunks)
+  local id = redis.call('XADD', e.stream, '*', 'p', e.payload)
   local credits = redis.call('HGET', t.request, 'credits')
   local credit = credits and redis.call('HGET', credits, e.request_id)
   if credit then
-    redis.call('HSET', credits, e.request_id, e.attempt .. string.match(credit, ':.*$'))
+    local bytes = string.match(credit, '^%d+:(%d+)')
+    redis.call('HSET', credits, e.request_id, string.format('%s:%s %s %s', e.attempt, bytes, e.stream, id))
   end
-  redis.call('XADD', e.stream, '*', 'p', e.payload)
 end
 function WRITE.dead(t, e)
   redis.call('XADD', e.stream, 'MAXLEN', '~', max_dead, '*', 'p', e.payload, 'reason', e.reason,

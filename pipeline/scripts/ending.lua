@@ -6,8 +6,9 @@ local BATCH_OVER = { completed = true, failed = true, cancelled = true, expired 
 -- Writes the terminal entry: nothing can follow it, and all that is left of the request has a TTL. A line of a
 -- batch that goes on has one only after its batch has collected it (batch_collected.lua); until then the batch's
 -- own stream remembers it. Whose line it is stands in the request's state, and so do the names of what holds its
--- credit and its deadline, since whoever ends a request knows of none of these. A batch that goes on after a failure feeds its lines again: one that it has not come to yet is
--- found by batch_feed.lua, and must not be in the stream twice.
+-- credit and its deadline, since whoever ends a request knows of none of these. A batch that goes on after a failure
+-- feeds its lines again: one that it has not come to yet is found by batch_feed.lua, and must not be in the stream
+-- twice.
 local function end_request(r, terminal, state, finished, result_ttl_s, max_finished)
   redis.call('XADD', r.results, '1-0', 'p', terminal)
   redis.call('HSET', r.request, 'state', state)

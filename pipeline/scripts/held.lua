@@ -1,4 +1,4 @@
--- Shared by the scripts below; the loader puts it where they say `-- include: held.lua`.
+-- Shared by the scripts that need a claim; the loader puts it where they say `-- include: held.lua`.
 --
 -- A claim is `nonce`, or `nonce:commit:number` after a transaction without ack was made under it.
 -- held() is the fence: the entry carries this nonce, and is pending for this consumer. After XGROUP DESTROY

@@ -21,7 +21,7 @@ from pipeline import wire
 from pipeline.boundaries import FINISHED
 from pipeline.clock import now_us
 from pipeline.counters import CONSUMERS_REMOVED, CREDITS_RELEASED, REQUESTS_EXPIRED, Counters
-from pipeline.errors import ServerError, SluiceError
+from pipeline.errors import ServerError, ServerRefused, SluiceError
 from pipeline.keys import POOLED_STAGES, STAGES
 from pipeline.messages import Failure, Stamp, Terminal
 from pipeline.server_url import read_address
@@ -81,7 +81,10 @@ class Sweeper:
 
     async def _send(self, ticket: str, counts: Mapping[str, int]) -> None:
         self._unsent = (ticket, counts)
-        await self.upkeep.count(counts, ticket)
+        try:
+            await self.upkeep.count(counts, ticket)
+        except ServerRefused as error:  # a foreign key under the counters' name is no reason to end a stage
+            log.error("counts_refused", counts=dict(counts), problem=str(error))  # noqa: TRY400
         self._unsent = None
 
     async def expire(self) -> None:

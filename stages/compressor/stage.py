@@ -108,5 +108,5 @@ def _claimed(delivery: Delivery) -> RawChunk:
 def _passing_on(delivery: Delivery, raw: RawChunk, ref: BlobRef) -> Transaction:
     stamps = raw.stamped(SEALED, now_us(), delivery.consumer, raw.chunk_index).stamps
     sealed = SealedChunk(chunk_index=raw.chunk_index, ref=ref, content_address=raw.content_address, stamps=stamps)
-    add = AddChunk(raw.chunk_index, wire.pack(sealed))
+    add = AddChunk(raw.chunk_index, wire.pack(sealed), substitute=ref == raw.ref)
     return Transaction(delivery, raw.request_id, raw.attempt, (add,), ack=True)

@@ -16,6 +16,7 @@ from pipeline.counters import Counters
 from pipeline.leases import Leases
 from pipeline.messages import Failure, PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Effect, GiveCredit, Outcome, Transaction, Transport
+from stages.common.draining import Drain
 from stages.common.emitted import emitted_tokens
 from stages.common.failures import fail
 from stages.common.intake import open_delivery, still_wanted
@@ -23,7 +24,7 @@ from stages.common.kv_blobs import KvFormat, release_all
 from stages.common.output_text import OutputText
 from stages.common.restart import MAX_RESTARTS, send_back
 from stages.common.sampling_spec import end_token_ids, sampling_spec
-from stages.decode.kv_loading import KvLoader
+from stages.decode.kv_loading import KvLoader, Loaded
 from stages.decode.request import DecodeRequest
 from stages.engine.engine import Engine
 from stages.engine.kv_cache import pages_for
@@ -33,7 +34,7 @@ from stages.text.tokenizer import Tokenizer
 
 log = structlog.get_logger("decode")
 
-MAX_RECOMPUTED_TOKENS = 512  # a second or two, in pieces between steps; prefill is there for more
+MAX_RECOMPUTED_TOKENS = 512  # lost or to be replayed: a second or two between steps; prefill is there for more
 
 
 class Admission:
@@ -99,7 +100,9 @@ class Admission:
             return Failure(stage="decode", code="kv_cache_too_small", message=problem, retryable=False)
         return None
 
-    async def admit(self, delivery: Delivery, message: PrefilledPrompt, pages: list[int]) -> DecodeRequest | None:
+    async def admit(
+        self, delivery: Delivery, message: PrefilledPrompt, pages: list[int], drain: Drain
+    ) -> DecodeRequest | None:
         """Load a request into `pages`, which it owns from now on; None, and free pages, where it does not stay."""
         claimed = Stamp(boundary=DECODE_CLAIMED, at_us=now_us(), by=delivery.consumer)
         # Also at its first delivery: one that was handed back, or was sent back to prefill, has been here before.
@@ -108,20 +111,9 @@ class Admission:
             self._counters.add(names.REQUESTS_TAKEN_OVER)
         sequence = self._sequence(message, pages, output_token_ids)
         loaded = await self._loader.load(message, sequence)
-        if loaded.num_lost_tokens > MAX_RECOMPUTED_TOKENS and message.num_restarts < MAX_RESTARTS:
-            await self._send_back(delivery, message)
+        if not await self._complete(delivery, message, loaded, sequence, drain):
             self._engine.cache.free(sequence.block_table)
             return None
-
-        async def is_wanted() -> bool:
-            return await self.is_wanted(delivery, message)
-
-        if not await self._loader.complete(loaded, sequence, message.chunk_tokens, is_wanted):
-            self._engine.cache.free(sequence.block_table)
-            return None
-        if not self._keep_kv:
-            await self._commit(delivery, message, GiveCredit(), ack=False)  # refused, it is noticed at the next step
-            await self.release(message)
         text = OutputText(self._tokenizer, message.params.stop)
         for token_id in output_token_ids:
             text.push(token_id)
@@ -129,6 +121,29 @@ class Admission:
         stamps = (*stamps, claimed.model_copy(update={"boundary": KV_LOADED, "at_us": now_us()}))
         num_checkpoints = loaded.num_checkpoints if self._keep_kv else None
         return DecodeRequest(delivery, message, sequence, text, stamps, num_checkpoints)
+
+    async def _complete(
+        self, delivery: Delivery, message: PrefilledPrompt, loaded: Loaded, sequence: Sequence, drain: Drain
+    ) -> bool:
+        """Compute what the pool did not hold; False where the request goes on elsewhere, or not at all."""
+        if loaded.num_missing_tokens(sequence) > MAX_RECOMPUTED_TOKENS and message.num_restarts < MAX_RESTARTS:
+            await self._send_back(delivery, message)
+            return False
+
+        async def goes_on() -> bool:
+            if drain.is_over():
+                await self._transport.hand_back([delivery])
+                return False
+            return await self.is_wanted(delivery, message)
+
+        if not await self._loader.complete(loaded, sequence, message.chunk_tokens, goes_on):
+            return False
+        if self._keep_kv:
+            return True
+        outcome = await self._commit(delivery, message, GiveCredit(), ack=False)
+        if outcome in (Outcome.OK, Outcome.GONE):
+            await self.release(message)
+        return outcome is Outcome.OK
 
     def _sequence(self, message: PrefilledPrompt, pages: list[int], output_token_ids: list[int]) -> Sequence:
         drafter = PromptLookup(message.prompt_token_ids) if message.speculate else None

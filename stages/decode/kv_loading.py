@@ -17,6 +17,7 @@ from kv_store.pool import FilePool
 from pipeline import counters as names
 from pipeline import wire
 from pipeline.counters import Counters
+from pipeline.errors import WireError
 from pipeline.leases import Leases
 from pipeline.messages import PrefilledPrompt, SealedChunk, Stamp
 from pipeline.transport import Transport
@@ -54,6 +55,10 @@ class Loaded:
         """How many tokens are in lost chunks."""
         return sum(chunk.num_tokens for chunk in self.lost)
 
+    def num_missing_tokens(self, sequence: Sequence) -> int:
+        """How many tokens have to be computed: the lost ones, and those behind what is in the pages."""
+        return self.num_lost_tokens + sequence.num_tokens - 1 - self.num_tokens
+
 
 class KvLoader:
     """Loads requests of one decode process; the pages belong to the caller."""
@@ -71,8 +76,7 @@ class KvLoader:
 
     async def load(self, message: PrefilledPrompt, sequence: Sequence) -> Loaded:
         """Copy what there is into the sequence's pages; its output tokens are in place."""
-        stored = await self._transport.chunks(message.request_id, message.attempt)
-        sealed = {index: wire.unpack(data, SealedChunk) for index, data in stored.items()}
+        sealed = await self._sealed(message)
         chunks = chunks_of(
             message.request_id,
             message.attempt,
@@ -106,6 +110,16 @@ class KvLoader:
         if num_replayed:
             self._counters.add(names.TOKENS_REPLAYED, num_replayed)
         return await self._replay(sequence, sequence.num_tokens - 1, chunk_tokens, is_wanted)
+
+    async def _sealed(self, message: PrefilledPrompt) -> dict[int, SealedChunk]:
+        """The references to its chunks; one that cannot be read counts as missing."""
+        sealed: dict[int, SealedChunk] = {}
+        for index, data in (await self._transport.chunks(message.request_id, message.attempt)).items():
+            try:
+                sealed[index] = wire.unpack(data, SealedChunk)
+            except WireError as error:
+                log.warning("chunk_unreadable", request_id=message.request_id, chunk=index, reason=str(error))
+        return sealed
 
     def _checkpoint(
         self, message: PrefilledPrompt, sequence: Sequence, number: int, sealed: dict[int, SealedChunk]

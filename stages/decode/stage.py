@@ -20,11 +20,12 @@ from pipeline import faults
 from pipeline.boundaries import FINISHED
 from pipeline.clock import now_us
 from pipeline.counters import Counters
-from pipeline.errors import ServerError, StateDamaged
+from pipeline.errors import ServerError, StateDamaged, WireError
 from pipeline.keys import SUSPECT_DELIVERIES
 from pipeline.leases import Leases
-from pipeline.messages import PrefilledPrompt, Stamp
+from pipeline.messages import Failure, PrefilledPrompt, Stamp
 from pipeline.transport import Delivery, Outcome, Transaction, Transport
+from pipeline.worker import bury
 from stages.common.draining import Drain
 from stages.decode.admission import Admission
 from stages.decode.checkpoints import Checkpoints
@@ -75,16 +76,17 @@ class DecodeStage:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set and the running requests have ended, or were handed over."""
         async with asyncio.TaskGroup() as tasks:
-            feeder = tasks.create_task(self._feed(stopping), name="feeder")
-            await self._step_until(feeder, stopping, tasks)
+            drain = Drain(stopping, DRAIN_S)
+            feeder = tasks.create_task(self._feed(stopping, drain), name="feeder")
+            await self._step_until(feeder, drain, tasks)
 
     # Taking requests
 
-    async def _feed(self, stopping: asyncio.Event) -> None:
+    async def _feed(self, stopping: asyncio.Event, drain: Drain) -> None:
         try:
             while not stopping.is_set():
                 try:
-                    await self._feed_one(stopping)
+                    await self._feed_one(stopping, drain)
                 except ServerError as error:
                     if not error.retryable:
                         raise
@@ -93,7 +95,7 @@ class DecodeStage:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _feed_one(self, stopping: asyncio.Event) -> None:
+    async def _feed_one(self, stopping: asyncio.Event, drain: Drain) -> None:
         if not await self._wait_until(lambda: len(self._running) < self._limits.max_num_seqs):
             return
         # One at a time: what this process cannot begin at once is better begun by another.
@@ -101,14 +103,17 @@ class DecodeStage:
             self._leases.hold(delivery)
             request = None
             try:
-                request = await self._admit(delivery, stopping)
+                request = await self._admit(delivery, stopping, drain)
             except StateDamaged as error:  # its lease runs out; it is buried when that does not help
                 log.error("state_damaged", entry_id=delivery.entry_id, problem=str(error))  # noqa: TRY400
+            except WireError as error:  # of its result stream
+                failure = Failure(stage="decode", code=error.code, message=str(error), retryable=False)
+                await bury(self._transport, delivery, failure)
             finally:
                 if request is None:
                     self._leases.drop(delivery)
 
-    async def _admit(self, delivery: Delivery, stopping: asyncio.Event) -> DecodeRequest | None:
+    async def _admit(self, delivery: Delivery, stopping: asyncio.Event, drain: Drain) -> DecodeRequest | None:
         await faults.reach("decode.claimed")
         message = await self._admission.open(delivery)
         if message is None:
@@ -120,7 +125,7 @@ class DecodeStage:
         if pages is None:
             return None
         try:
-            request = await self._admission.admit(delivery, message, pages)
+            request = await self._admission.admit(delivery, message, pages, drain)
         except BaseException:
             self._engine.cache.free(pages)
             raise
@@ -154,7 +159,7 @@ class DecodeStage:
         if condition():
             return True
         while not await self._wait_until(condition):
-            if stopping.is_set():
+            if stopping.is_set() or await self._should_yield(message):
                 await self._transport.hand_back([delivery])
                 return False
             if not self._leases.holds(delivery) or not await self._admission.is_wanted(delivery, message):
@@ -162,11 +167,14 @@ class DecodeStage:
         # An end takes the chunks' references along: one not noticed here would be computed again from its prompt.
         return await self._admission.is_wanted(delivery, message)
 
+    async def _should_yield(self, message: PrefilledPrompt) -> bool:
+        """Whether a more urgent request waits behind one that waits."""
+        return message.priority == "batch" and await self._transport.num_waiting("decode", "interactive") > 0
+
     # Stepping
 
-    async def _step_until(self, feeder: asyncio.Task[None], stopping: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
+    async def _step_until(self, feeder: asyncio.Task[None], drain: Drain, tasks: asyncio.TaskGroup) -> None:
         emission: asyncio.Task[None] | None = None
-        drain = Drain(stopping, DRAIN_S)
         while not feeder.done() or self._running:
             if drain.is_over() and feeder.done():
                 break

@@ -99,7 +99,7 @@ class _Salvage:
         sealed = SealedChunk(
             chunk_index=raw.chunk_index, ref=raw.ref, content_address=raw.content_address, stamps=stamps
         )
-        return (AddChunk(raw.chunk_index, wire.pack(sealed)),)
+        return (AddChunk(raw.chunk_index, wire.pack(sealed), substitute=True),)
 
 
 def _elsewhere(delivery: Delivery, message: PrefilledPrompt) -> Effect:

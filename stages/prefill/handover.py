@@ -5,16 +5,18 @@ pool is waited for. Knows nothing about how chunks are computed.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from kv_store.blob import HEADER_BYTES, Compression
 from kv_store.errors import InvalidValue, KvStoreError, PoolFull
+from kv_store.layout import PAGE_TOKENS
 from kv_store.packing import PageArrays, packed_bytes, paged_bytes
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import wire
 from pipeline.boundaries import CHUNK_WRITTEN, SEALED
-from pipeline.clock import now_us
+from pipeline.clock import monotonic_s, now_us
 from pipeline.messages import RawChunk, SealedChunk, Stamp, TokenizedPrompt
 from pipeline.transport import AddChunk, Effect, Publish
 from stages.common.kv_blobs import ChunkId, KvFormat
@@ -22,9 +24,11 @@ from stages.engine.engine import Engine
 from stages.engine.kv_cache import pages_for
 from stages.engine.sequence import Sequence
 
-# Decode frees blobs every few milliseconds; a pool that stays full this long is too small or nobody decodes.
+# A request that writes has credit, so a pool that stays full for this long has less memory than its quota.
 POOL_WAIT_S = 30.0
 _POOL_POLL_S = 0.02
+
+Waiting = Callable[[], Awaitable[None]]
 
 
 class Handover:
@@ -56,24 +60,29 @@ class Handover:
         self._compression: Compression = compression
         self.format = KvFormat(engine.config.kv_layout, engine.codec, engine.fingerprint.digest())
 
-    def bytes_for(self, num_prompt_tokens: int) -> int:
-        """Most bytes of the pool that a prompt takes at a time: all of it sealed, and its last chunk raw as well."""
+    def bytes_for(self, num_tokens: int, *, with_checkpoints: bool) -> int:
+        """Most bytes of the pool that so many tokens take at a time: all of it sealed, and one chunk raw as well.
+
+        Checkpoints begin at a page's edge, so the first one overlaps with the last chunk of prefill.
+        """
         layout, codec = self._engine.config.kv_layout, self._engine.codec
-        num_chunks = -(-num_prompt_tokens // self._chunk_tokens)
-        sealed_bytes = num_chunks * HEADER_BYTES + packed_bytes(layout, codec, num_prompt_tokens)
+        num_chunks = -(-num_tokens // self._chunk_tokens) + int(with_checkpoints)
+        num_stored = num_tokens + (PAGE_TOKENS - 1 if with_checkpoints else 0)
+        sealed_bytes = num_chunks * HEADER_BYTES + packed_bytes(layout, codec, num_stored)
         return max(sealed_bytes, self.room_bytes) if self._seal else sealed_bytes + self.room_bytes
 
     async def effect(
-        self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, computed: Stamp
+        self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, computed: Stamp, waiting: Waiting
     ) -> tuple[Effect, BlobRef]:
         """Write the chunk's blob; returns the effect that makes it known, and its reference.
 
-        `computed` says when and by whom the chunk was computed; its stamps begin with it.
+        `computed` says when and by whom the chunk was computed; its stamps begin with it. `waiting` is awaited again
+        and again while the pool takes nothing, and may raise what ends the wait.
 
         Raises:
-            PoolFull: There was no room for POOL_WAIT_S.
+            KvStoreError: The pool took nothing for POOL_WAIT_S, or never will.
         """
-        ref = await self._write(chunk, self._pages(sequence, chunk))
+        ref = await self._write(chunk, self._pages(sequence, chunk), waiting)
         written = computed.model_copy(update={"boundary": CHUNK_WRITTEN, "at_us": now_us()})
         stamps = (computed, written)
         if self._seal:
@@ -101,15 +110,16 @@ class Handover:
         indices = sequence.block_table[first : first + pages_for(chunk.num_tokens)]
         return [self._engine.cache.page(index) for index in indices]
 
-    async def _write(self, chunk: ChunkId, pages: list[PageArrays]) -> BlobRef:
-        deadline = asyncio.get_running_loop().time() + POOL_WAIT_S
+    async def _write(self, chunk: ChunkId, pages: list[PageArrays], waiting: Waiting) -> BlobRef:
+        deadline = monotonic_s() + POOL_WAIT_S
         while True:
             try:
                 return await self._write_owned(chunk, pages)
-            except PoolFull:
-                if asyncio.get_running_loop().time() > deadline:
+            except KvStoreError as error:  # full, or locked by a process that stands still
+                if not error.retryable or monotonic_s() > deadline:
                     raise
-                await asyncio.sleep(_POOL_POLL_S)
+            await waiting()
+            await asyncio.sleep(_POOL_POLL_S)
 
     async def _write_owned(self, chunk: ChunkId, pages: list[PageArrays]) -> BlobRef:
         """Write in a thread; when this is cancelled, the thread goes on, and what it writes is released."""

@@ -12,23 +12,23 @@ from dataclasses import dataclass
 
 import structlog
 
-from kv_store.errors import PoolFull
+from kv_store.errors import KvStoreError, PoolFull
 from kv_store.pool import FilePool
 from kv_store.ref import BlobRef
 from pipeline import faults, wire
 from pipeline.boundaries import CHUNK_COMPUTED, FINISHED, FIRST_TOKEN, PREFILL_CLAIMED
-from pipeline.clock import monotonic_s, now_us
-from pipeline.errors import ServerError, StateDamaged
-from pipeline.keys import RETURNED, Lane
+from pipeline.clock import now_us
+from pipeline.errors import ServerError, StateDamaged, WireError
 from pipeline.leases import Leases
 from pipeline.messages import Failure, PrefilledPrompt, Stamp, TokenizedPrompt
-from pipeline.transport import Delivery, Effect, Finish, Outcome, Plan, TakeCredit, Transaction, Transport
+from pipeline.transport import Delivery, Effect, Finish, Outcome, Plan, Transaction, Transport
+from pipeline.worker import bury
 from stages.common import results
 from stages.common.chunking import chunks_of
 from stages.common.draining import Drain
 from stages.common.emitted import emitted_tokens
 from stages.common.failures import fail
-from stages.common.intake import open_delivery, still_wanted
+from stages.common.intake import open_delivery
 from stages.common.kv_blobs import ChunkId, release_all
 from stages.common.output_text import OutputText
 from stages.common.sampling_spec import end_token_ids, sampling_spec
@@ -36,6 +36,7 @@ from stages.engine import stepping
 from stages.engine.engine import Engine
 from stages.engine.sampling import sample
 from stages.engine.sequence import EndReason, Sequence
+from stages.prefill.entrance import Entrance
 from stages.prefill.handover import Handover
 from stages.prefill.room import DecodeRoom
 from stages.text.tokenizer import Tokenizer
@@ -44,8 +45,7 @@ log = structlog.get_logger("prefill")
 
 DRAIN_S = 5.0  # most prompts are through by then; what was computed of another one is lost
 _BLOCK_S = 1.0  # how long one read waits for work; a stop is noticed within it
-_CREDIT_POLL_S = 0.05  # how often credit is asked for while there is none; an answer takes far longer
-_YIELD_S = 0.25  # how often a prompt that waits for credit looks whether a more urgent one has come
+_CLOSED_S = 0.25  # how often it is asked whether decode is there, while it is not
 _KEPT = (Outcome.OK, Outcome.DUPLICATE)
 
 
@@ -86,7 +86,8 @@ class PrefillStage:
         self._tokenizer = tokenizer
         self._handover = handover
         self._limits = limits
-        self._room = DecodeRoom(transport, pool.pool_id, limits.max_decode_queue)
+        room = DecodeRoom(transport, pool.pool_id, limits.max_decode_queue)
+        self._entrance = Entrance(transport, leases, engine.cache, pool, handover, room, keep_kv=limits.keep_kv)
         self._handing_over = asyncio.Lock()  # one chunk at a time, so that they leave in order
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -100,79 +101,44 @@ class PrefillStage:
                 log.warning("server_lost", problem=str(error))  # leases run out, entries come again
 
     async def _serve_next(self, stopping: asyncio.Event) -> None:
+        if not await self._entrance.is_open():
+            await asyncio.sleep(_CLOSED_S)
+            return
         for delivery in await self._transport.receive("prefill", 1, _BLOCK_S):
             self._leases.hold(delivery)
             try:
                 await self._serve(delivery, stopping)
+            except LostRequestError as lost:
+                log.info("request_dropped", entry_id=delivery.entry_id, outcome=str(lost))
             except StateDamaged as error:  # its lease runs out; it is buried when that does not help
                 log.error("state_damaged", entry_id=delivery.entry_id, problem=str(error))  # noqa: TRY400
+            except WireError as error:  # of its result stream
+                failure = Failure(stage="prefill", code=error.code, message=str(error), retryable=False)
+                await bury(self._transport, delivery, failure)
             finally:
                 self._leases.drop(delivery)
 
     async def _serve(self, delivery: Delivery, stopping: asyncio.Event) -> None:
         await faults.reach("prefill.claimed")
         opened = await open_delivery(self._transport, self._pool, delivery, TokenizedPrompt)
-        if opened is None or not await self._may_begin(delivery, opened, stopping):
+        if opened is None:
+            return
+        emitted = await emitted_tokens(self._transport, opened.request_id) if opened.num_restarts else []
+        if not await self._entrance.admit(delivery, opened, len(emitted), stopping):
             return
         await faults.reach("prefill.credited")
         message = opened.stamped(PREFILL_CLAIMED, now_us(), delivery.consumer)
-        emitted = await emitted_tokens(self._transport, message.request_id) if message.num_restarts else []
         sequence = self._sequence(message, emitted)
+        hold = _Hold(self._transport, self._leases, delivery, Drain(stopping, DRAIN_S))
         try:
-            await self._compute(delivery, message, sequence, emitted, Drain(stopping, DRAIN_S))
-        except LostRequestError as lost:
-            log.info("request_dropped", request_id=message.request_id, outcome=str(lost))
-        except PoolFull as error:
-            failure = Failure(stage="prefill", code="kv_pool_full", message=str(error), retryable=True)
+            await self._compute(hold, message, sequence, emitted)
+        except KvStoreError as error:
+            code = "kv_pool_full" if isinstance(error, PoolFull) else "kv_pool_failed"
+            failure = Failure(stage="prefill", code=code, message=str(error), retryable=error.retryable)
             effects = (fail(failure, message.stamps, delivery.consumer),)
             await self._commit(delivery, message, effects, ack=True)
         finally:
             self._engine.cache.free(sequence.block_table)
-
-    async def _may_begin(self, delivery: Delivery, message: TokenizedPrompt, stopping: asyncio.Event) -> bool:
-        """Whether it is still wanted, and has credit for what it will take; waits for that."""
-        if message.max_tokens == 1:  # it ends here, and nobody will read its KV
-            return await still_wanted(self._transport, self._pool, delivery, message)
-        needed = self._bytes_for(message)
-        if needed > self._pool.quota_bytes:
-            problem = f"its KV takes {needed} bytes, and the pool has {self._pool.quota_bytes}"
-            failure = Failure(stage="prefill", code="kv_pool_too_small", message=problem, retryable=False)
-            await self._commit(delivery, message, (fail(failure, message.stamps, delivery.consumer),), ack=True)
-            return False
-        look_at = monotonic_s() + _YIELD_S
-        while (outcome := await self._take_credit(delivery, message, needed)) is Outcome.FULL:
-            if not self._leases.holds(delivery):
-                return False
-            if monotonic_s() >= look_at:
-                look_at = monotonic_s() + _YIELD_S
-                if await self._should_yield(message):
-                    await self._transport.hand_back([delivery])
-                    return False
-            if stopping.is_set():
-                await self._transport.hand_back([delivery])
-                return False
-            self._leases.progressed()  # waiting for others is no hang
-            await asyncio.sleep(_CREDIT_POLL_S)
-        if outcome is Outcome.GONE:  # chunks that were sealed already have lost their reader
-            await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
-        return outcome is Outcome.OK
-
-    def _bytes_for(self, message: TokenizedPrompt) -> int:
-        """Most bytes of the pool that a request takes at a time: the last token's KV is never needed."""
-        num_output = message.max_tokens - 1 if self._limits.keep_kv else 0
-        return self._handover.bytes_for(len(message.prompt_token_ids) + num_output)
-
-    async def _take_credit(self, delivery: Delivery, message: TokenizedPrompt, num_bytes: int) -> Outcome:
-        credit = TakeCredit(num_bytes, self._pool.quota_bytes, await self._room.max_requests())
-        transaction = Transaction(delivery, message.request_id, message.attempt, (credit,), ack=False)
-        return (await self._transport.commit([transaction]))[0]
-
-    async def _should_yield(self, message: TokenizedPrompt) -> bool:
-        """Whether somebody waits who should be served before this one."""
-        if message.num_restarts:
-            return False
-        lanes: tuple[Lane, ...] = (RETURNED,) if message.priority == "interactive" else (RETURNED, "interactive")
-        return any([await self._transport.queue_length("prefill", lane) > 0 for lane in lanes])
 
     def _sequence(self, message: TokenizedPrompt, emitted: list[int]) -> Sequence:
         """What the engine takes for a prompt: also the output that is out, but for its newest token."""
@@ -185,14 +151,7 @@ class PrefillStage:
             block_table=self._engine.cache.allocate(len(token_ids)),
         )
 
-    async def _compute(
-        self,
-        delivery: Delivery,
-        message: TokenizedPrompt,
-        sequence: Sequence,
-        emitted: list[int],
-        drain: Drain,
-    ) -> None:
+    async def _compute(self, hold: "_Hold", message: TokenizedPrompt, sequence: Sequence, emitted: list[int]) -> None:
         *earlier, last = chunks_of(
             message.request_id,
             message.attempt,
@@ -210,27 +169,19 @@ class PrefillStage:
                         sequence,
                         chunk.num_tokens,
                     )
-                    self._leases.progressed()
                     await faults.reach("prefill.computed")
                     if message.max_tokens > 1:
-                        computed = _computed(delivery, chunk, now_us())
-                        handovers.create_task(self._publish(delivery, message, sequence, chunk, computed))
+                        computed = _computed(hold.delivery, chunk, now_us())
+                        handovers.create_task(self._publish(hold, message, sequence, chunk, computed))
                     else:  # it ends here, and nobody will read its KV
-                        await self._commit(delivery, message, (), ack=False)
-                    await self._leave_if_over(drain, delivery)
+                        await self._commit(hold.delivery, message, (), ack=False)
+                    await hold.keep()
                 first = await self._engine.compute(self._last_chunk, message, sequence, last, emitted)
                 self._leases.progressed()
                 await faults.reach("prefill.computed")
-        except* LostRequestError as lost:
-            raise LostRequestError(str(lost.exceptions[0])) from lost
-        except* PoolFull as full:
-            raise full.exceptions[0] from full
-        await self._finish(delivery, message.stamped(FIRST_TOKEN, now_us(), delivery.consumer), sequence, last, first)
-
-    async def _leave_if_over(self, drain: Drain, delivery: Delivery) -> None:
-        if drain.is_over():
-            await self._transport.hand_back([delivery])
-            raise LostRequestError("handed back")
+        except ExceptionGroup as group:  # whatever ends one of them ends all, and is dealt with as if it were alone
+            raise _cause_of(group) from group
+        await self._finish(hold, message.stamped(FIRST_TOKEN, now_us(), hold.delivery.consumer), sequence, last, first)
 
     def _last_chunk(
         self, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, emitted: list[int]
@@ -248,15 +199,16 @@ class PrefillStage:
         return FirstToken(token.token_id, effects, reason, text.finish() if reason else "")
 
     async def _finish(
-        self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, last: ChunkId, first: "FirstToken"
+        self, hold: "_Hold", message: TokenizedPrompt, sequence: Sequence, last: ChunkId, first: "FirstToken"
     ) -> None:
+        delivery = hold.delivery
         if first.reason is not None:
             stamps = message.stamped(FINISHED, now_us(), delivery.consumer).stamps
             end = results.finish(first.reason, first.rest, sequence, stamps)
             await self._commit(delivery, message, (*first.effects, end), ack=True)
             return
         computed = _computed(delivery, last, message.stamps[-1].at_us)
-        chunk_effect, ref = await self._handover.effect(message, sequence, last, computed)
+        chunk_effect, ref = await self._handover.effect(message, sequence, last, computed, hold.keep)
         await faults.reach("prefill.finishing")
         plan = self._plan(message, first.token_id, last)
         await self._commit(delivery, message, (*first.effects, chunk_effect, plan), ack=True, ref=ref)
@@ -282,12 +234,12 @@ class PrefillStage:
         return Plan(last.index + 1, message.priority, wire.pack(prefilled))
 
     async def _publish(
-        self, delivery: Delivery, message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, computed: Stamp
+        self, hold: "_Hold", message: TokenizedPrompt, sequence: Sequence, chunk: ChunkId, computed: Stamp
     ) -> None:
         async with self._handing_over:
-            effect, ref = await self._handover.effect(message, sequence, chunk, computed)
+            effect, ref = await self._handover.effect(message, sequence, chunk, computed, hold.keep)
             await faults.reach("prefill.written")
-            await self._commit(delivery, message, (effect,), ack=False, ref=ref)
+            await self._commit(hold.delivery, message, (effect,), ack=False, ref=ref)
             await faults.reach("prefill.handed_over")
 
     async def _commit(
@@ -309,6 +261,38 @@ class PrefillStage:
             await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
         if outcome not in _KEPT:
             raise LostRequestError(outcome)
+
+
+class _Hold:
+    """A prompt in hand: what keeps it, and what may end that between two pieces of work."""
+
+    def __init__(self, transport: Transport, leases: Leases, delivery: Delivery, drain: Drain) -> None:
+        self.delivery = delivery
+        self._transport = transport
+        self._leases = leases
+        self._drain = drain
+
+    async def keep(self) -> None:
+        """Note that the work moves, or waits for others, which is no hang.
+
+        Raises:
+            LostRequestError: Somebody else has it; or this process stops, and it was handed back.
+        """
+        self._leases.progressed()
+        if not self._leases.holds(self.delivery):
+            raise LostRequestError("lost its lease")
+        if self._drain.is_over():
+            await self._transport.hand_back([self.delivery])
+            raise LostRequestError("handed back")
+
+
+def _cause_of(group: ExceptionGroup[Exception]) -> Exception:
+    """The one error to go by: a lost request needs nothing more, whatever else went wrong with it."""
+    lost = group.subgroup(LostRequestError)
+    error: Exception = group if lost is None else lost
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _computed(delivery: Delivery, chunk: ChunkId, at_us: int) -> Stamp:

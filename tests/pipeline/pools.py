@@ -23,17 +23,15 @@ async def join_pool(bench: Bench, pool_id: str, **options: Any) -> Transport:
 async def credits_of(bench: Bench, pool_id: str) -> dict[str, tuple[int, int]]:
     """Attempt and bytes of each credit of a pool, by request."""
     if isinstance(bench, MemoryBench):
-        owned = bench.queues.broker.credits.get(pool_id, {})
+        owned = bench.queues.broker.credits.by_pool.get(pool_id, {})
         return {request_id: (credit.attempt, credit.num_bytes) for request_id, credit in owned.items()}
     assert isinstance(bench, RedisBench)
-    return credits_in(await bench._raw.hgetall(bench._keys.credits(pool_id)))
+    fields = await bench._raw.hgetall(bench._keys.credits(pool_id))
+    return {request_id.decode(): read_credit(credit)[:2] for request_id, credit in fields.items()}
 
 
-def credits_in(fields: dict[bytes, bytes]) -> dict[str, tuple[int, int]]:
-    """The same from the fields of a pool's hash on the server."""
-    found: dict[str, tuple[int, int]] = {}
-    for request_id, credit in fields.items():
-        match = re.fullmatch(rb"(\d+):(\d+)", credit)
-        assert match, f"the credit of {request_id!r} is {credit!r}"
-        found[request_id.decode()] = (int(match[1]), int(match[2]))
-    return found
+def read_credit(credit: bytes) -> tuple[int, int, tuple[bytes, bytes] | None]:
+    """Attempt, bytes, and the stream and id of the entry to which a credit on the server is tied."""
+    match = re.fullmatch(rb"(\d+):(\d+)(?: (\S+) (\S+))?", credit)
+    assert match, f"a credit is {credit!r}"
+    return int(match[1]), int(match[2]), (match[3], match[4]) if match[3] else None

@@ -27,7 +27,7 @@ from pipeline.transport import (
 )
 from tests.pipeline.protocol_model import ProtocolModel
 
-MAX_BYTES, MAX_REQUESTS = 6, 2  # of a pool
+MAX_BYTES, MAX_REQUESTS = 9, 2  # of a pool
 T = TypeVar("T")
 
 _KINDS = (
@@ -36,14 +36,14 @@ _KINDS = (
     *("chunk",) * 2,
     "plan",
     *("chunks and plan",) * 2,
-    *("credit",) * 4,
-    *("credit and work",) * 2,
-    *("give",) * 2,
+    "give",
     *("restart",) * 3,
     "finish",
     "nothing",
     "bury",
 )
+_KINDS_OF_PREFILL = (*_KINDS, *("credit",) * 8, *("credit and work",) * 4)
+"""Credits are tied to prefill's entries: whoever asks for one looks for those of others in its own group."""
 
 
 def payload_of(request_id: str, attempt: int, serial: int) -> bytes:
@@ -85,7 +85,7 @@ class TransactionDraws:
         if not is_sane:
             request_id = self._one_of(*[request_id] * 7, "nobody")
             attempt += self._one_of(*[0] * 7, 1)
-        kind = self._one_of(*_KINDS)
+        kind = self._one_of(*(_KINDS_OF_PREFILL if delivery.stage == "prefill" else _KINDS))
         ack = kind == "restart" or self._one_of(False, False, False, True)
         return Transaction(delivery, request_id, attempt, self._effects(kind, request_id, attempt), ack)
 
@@ -115,14 +115,17 @@ class TransactionDraws:
                 return ()
 
     def _publish(self, request_id: str, attempt: int) -> Publish:
-        return Publish(self._one_of(*STAGES), self._priority(), self._payload(request_id, attempt))
+        return Publish(
+            self._one_of(*STAGES, "prefill", "prefill"), self._priority(), self._payload(request_id, attempt)
+        )
 
     def _emit(self, request_id: str) -> tuple[Emit, Emit]:
-        """Two deltas of which one follows the other."""
+        """Two deltas; mostly they follow what is there, and each other."""
         request = self._model.requests.get(request_id)
         first = max(0, (request.num_tokens if request else 0) + self._one_of(0, 0, 0, 0, 1, -1))
         num = self._one_of(1, 1, 3)
-        return Emit(b"%d+%d" % (first, num), first, num), Emit(b"%d+1" % (first + num), first + num, 1)
+        then = first + num + self._one_of(0, 0, 0, 1)
+        return Emit(b"%d+%d" % (first, num), first, num), Emit(b"%d+1" % then, then, 1)
 
     def _parts(self, kind: str, payload: bytes) -> tuple[Effect, ...]:
         """Chunks and plans of what is to be joined."""
@@ -132,10 +135,10 @@ class TransactionDraws:
         return (plan,) if kind == "plan" else (AddChunk(0, b"x"), AddChunk(1, b"x"), plan)
 
     def _chunk(self) -> AddChunk:
-        return AddChunk(self._one_of(0, 1, 2), self._one_of(b"x", b"y"))
+        return AddChunk(self._one_of(0, 0, 1, 1, 2), self._one_of(b"x", b"y"), self._one_of(False, True))
 
     def _credit(self) -> TakeCredit:
-        return TakeCredit(self._one_of(1, 2, 4, MAX_BYTES), MAX_BYTES, MAX_REQUESTS)
+        return TakeCredit(self._one_of(1, 3, 3, 5, MAX_BYTES), MAX_BYTES, MAX_REQUESTS)
 
     def _payload(self, request_id: str, attempt: int) -> bytes:
         return payload_of(request_id, attempt, self._next_serial())

@@ -10,7 +10,7 @@ here: a lease ends, and results expire, when the test says so.
                  +----------------------+   +--- its lease has ended: receive, for anybody
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,13 +51,18 @@ class Entry:
     """The last of these names."""
 
 
+GONE = b"(gone)"
+"""In a picture, what stands for the payload of an entry that is not there any more."""
+
+
 @dataclass(slots=True)
 class Credit:
-    """What a request may fill of a pool."""
+    """What a request may fill of a pool; where it is tied to an entry, it counts only while somebody works on that."""
 
     pool: str
     attempt: int
     num_bytes: int
+    entry: Entry | None
 
 
 @dataclass(slots=True)
@@ -73,6 +78,8 @@ class Request:
     plan: Plan | None = None
     is_joined: bool = False
     credit: Credit | None = None
+    home: str | None = None
+    """The pool in which it got its last credit, until it gives that back."""
 
     @property
     def has_ended(self) -> bool:
@@ -98,8 +105,8 @@ class Picture:
     """State, attempt, number of tokens."""
     results: dict[str, list[tuple[int | None, bytes]]]
     chunks: dict[tuple[str, int], dict[int, bytes]]
-    credits: dict[str, dict[str, tuple[int, int]]]
-    """Of each pool: attempt and bytes by request."""
+    credits: dict[str, dict[str, tuple[int, int, bytes | None]]]
+    """Of each pool: attempt, bytes, and the payload of the entry that it is tied to, by request."""
     dead: dict[str, list[tuple[bytes, str]]]
     finished: list[tuple[str, bytes]]
 
@@ -123,7 +130,10 @@ class ProtocolModel:
     def picture(self) -> Picture:
         """Everything that can be seen."""
         requests = self.requests.items()
-        owned = {pool: self._credits_of(pool) for pool in self._pools}
+        owned = {
+            pool: {name: self._seen_credit(credit) for name, credit in self._credits_of(pool).items()}
+            for pool in self._pools
+        }
         return Picture(
             queues={queue: [_seen(entry) for entry in entries] for queue, entries in self.queues.items() if entries},
             requests={name: (request.state, request.attempt, request.num_tokens) for name, request in requests},
@@ -150,12 +160,14 @@ class ProtocolModel:
         """Requests whose results can expire."""
         return [request_id for request_id, request in self.requests.items() if request.has_ended]
 
-    def _credits_of(self, pool: str) -> dict[str, tuple[int, int]]:
-        return {
-            name: (request.credit.attempt, request.credit.num_bytes)
-            for name, request in self.requests.items()
-            if request.credit and request.credit.pool == pool
-        }
+    def _credits_of(self, pool: str) -> dict[str, Credit]:
+        owned = {name: request.credit for name, request in self.requests.items() if request.credit}
+        return {name: credit for name, credit in owned.items() if credit.pool == pool}
+
+    def _seen_credit(self, credit: Credit) -> tuple[int, int, bytes | None]:
+        if credit.entry is None:
+            return credit.attempt, credit.num_bytes, None
+        return credit.attempt, credit.num_bytes, credit.entry.payload if self._is_there(credit.entry) else GONE
 
     # Requests
 
@@ -189,7 +201,7 @@ class ProtocolModel:
     def _end(self, request_id: str, request: Request, terminal: bytes, state: str) -> None:
         request.state = state
         request.results.append((None, terminal))
-        request.chunks, request.plan, request.credit = {}, None, None
+        request.chunks, request.plan, request.credit, request.home = {}, None, None, None
         self._finished.append((request_id, terminal))
 
     # Entries
@@ -218,8 +230,8 @@ class ProtocolModel:
 
     def holds(self, who: Who, entry: Entry, nonce: str) -> bool:
         """The fence: whether this is the newest claim of an entry that is there, and it is this consumer's."""
-        is_there = entry in self.queues[entry.queue]
-        return is_there and entry.state == "held" and (entry.holder, entry.nonce) == (who.name, nonce)
+        is_newest = entry.state == "held" and (entry.holder, entry.nonce) == (who.name, nonce)
+        return is_newest and self._is_there(entry)
 
     def renew(self, who: Who, entry: Entry, nonce: str) -> bool:
         """Only the holder's nonce extends a lease."""
@@ -252,8 +264,12 @@ class ProtocolModel:
         for entries in self.queues.values():
             entries.clear()
 
-    def _append(self, queue: Queue, payload: bytes) -> None:
+    def _is_there(self, entry: Entry) -> bool:
+        return entry in self.queues[entry.queue]
+
+    def _append(self, queue: Queue, payload: bytes) -> Entry:
         self.queues[queue].append(Entry(queue, payload))
+        return self.queues[queue][-1]
 
     def _drop(self, entry: Entry) -> None:
         self.queues[entry.queue].remove(entry)
@@ -275,7 +291,7 @@ class ProtocolModel:
 
     def _commit_one(self, who: Who, call: str, number: int, entry: Entry, transaction: Transaction) -> Outcome:
         if not self.holds(who, entry, transaction.delivery.nonce):
-            return Outcome.FENCED if entry in self.queues[entry.queue] else Outcome.ALREADY
+            return Outcome.FENCED if self._is_there(entry) else Outcome.ALREADY
         if (outcome := entry.made.get(call, {}).get(number)) is not None:
             return outcome
         request = self.requests.get(transaction.request_id)
@@ -305,13 +321,23 @@ class ProtocolModel:
                 if effect.first_index != num_tokens:
                     return Outcome.FENCED
                 num_tokens += effect.num_tokens
-            elif isinstance(effect, TakeCredit) and not self._has_room(who.pool, transaction.request_id, effect):
+            elif isinstance(effect, TakeCredit) and self._in_the_way(who.pool, transaction.request_id, effect) is None:
                 return Outcome.FULL
         return None
 
-    def _has_room(self, pool: str, request_id: str, wanted: TakeCredit) -> bool:
-        others = [num_bytes for name, (_, num_bytes) in self._credits_of(pool).items() if name != request_id]
-        return sum(others) + wanted.num_bytes <= wanted.max_bytes and len(others) + 1 <= wanted.max_requests
+    def _in_the_way(self, pool: str, request_id: str, wanted: TakeCredit) -> list[str] | None:
+        """Requests whose credits have to go for this one, or None if there is no room even so."""
+        others = self._credits_of(pool)
+        own = others.pop(request_id, None)
+        if (own is not None and own.num_bytes >= wanted.num_bytes) or _fits(wanted, others.values()):
+            return []
+        waiting = [name for name, credit in others.items() if credit.entry is not None and self._waits(credit.entry)]
+        staying = [credit for name, credit in others.items() if name not in waiting]
+        return waiting if _fits(wanted, staying) else None
+
+    def _waits(self, entry: Entry) -> bool:
+        """Whether nobody works on it."""
+        return _rank(entry) is not None or not self._is_there(entry)
 
     def _make(self, who: Who, entry: Entry, request_id: str, request: Request, effect: Effect) -> Outcome:
         match effect:
@@ -324,7 +350,7 @@ class ProtocolModel:
             case Finish(terminal, state):
                 self._end(request_id, request, terminal, state)
             case TakeCredit() | GiveCredit():
-                self._change_credit(who, request, effect)
+                self._change_credit(who, entry, request_id, request, effect)
             case DeadLetter(reason):
                 self._bury(entry, reason)
             case Restart(attempt, payload):
@@ -333,25 +359,43 @@ class ProtocolModel:
                 return self._complete(who, request, effect)
         return Outcome.OK
 
-    def _change_credit(self, who: Who, request: Request, effect: TakeCredit | GiveCredit) -> None:
-        """A request has one credit at most, whichever pool it is in."""
-        before, request.credit = request.credit, None
-        if isinstance(effect, TakeCredit):
-            if before is not None and before.pool != who.pool:
-                request.chunks = {}  # they lie in the other pool, and are of no use here
-            request.credit = Credit(who.pool, request.attempt, effect.num_bytes)
+    def _change_credit(
+        self, who: Who, entry: Entry, request_id: str, request: Request, effect: TakeCredit | GiveCredit
+    ) -> None:
+        """A request has one credit at most, whichever pool it is in; with it, it begins its prompt.
+
+        What decode has got already has begun before.
+        """
+        if isinstance(effect, GiveCredit):
+            request.credit, request.home = None, None
+            return
+        for name in self._in_the_way(who.pool, request_id, effect) or ():
+            self.requests[name].credit = None
+        if not request.is_joined:
+            request.chunks, request.plan = {}, None
+        tie = entry if request.plan is None else None
+        request.credit, request.home = Credit(who.pool, request.attempt, effect.num_bytes, tie), who.pool
 
     def _restart(self, request: Request, attempt: int, payload: bytes) -> None:
         request.attempt, request.chunks, request.plan, request.is_joined = attempt, {}, None, False
+        entry = self._append(("prefill", "returned", None), payload)
         if request.credit is not None:
-            request.credit.attempt = attempt
-        self._append(("prefill", "returned", None), payload)
+            request.credit.attempt, request.credit.entry = attempt, entry
 
     def _complete(self, who: Who, request: Request, part: AddChunk | Plan) -> Outcome:
-        """The first value of an index stays, and the first plan."""
+        """The first plan stays, but the last chunk; one that only stands in for another takes nobody's place.
+
+        From the plan on, a credit counts whatever happens to entries.
+        """
         outcome = Outcome.OK
         if isinstance(part, Plan):
+            if request.plan is None and request.credit is not None:
+                request.credit.entry = None
             request.plan = request.plan or part
+        elif request.home not in (None, who.pool):
+            outcome = Outcome.DUPLICATE
+        elif not part.substitute:
+            request.chunks[part.index] = part.ref
         elif request.chunks.setdefault(part.index, part.ref) != part.ref:
             outcome = Outcome.DUPLICATE
         self._join(who, request)
@@ -364,6 +408,11 @@ class ProtocolModel:
             return
         request.is_joined = True
         self._append(("decode", plan.priority, who.pool), plan.payload)
+
+
+def _fits(wanted: TakeCredit, others: Collection[Credit]) -> bool:
+    num_bytes = sum(credit.num_bytes for credit in others) + wanted.num_bytes
+    return num_bytes <= wanted.max_bytes and len(others) + 1 <= wanted.max_requests
 
 
 def _rank(entry: Entry) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from pipeline.keys import HANDBACK, Keys, Lane
 from pipeline.transport import END_STATES
-from tests.pipeline.pools import credits_in
-from tests.pipeline.protocol_model import Picture, Queue
+from tests.pipeline.pools import read_credit
+from tests.pipeline.protocol_model import GONE, Picture, Queue
 
 LEASE_MS = 600_000
 """What is idle for as long has lost its lease."""
@@ -90,7 +90,7 @@ class _View:
                 chunks = {int(index): ref for index, ref in key.fields().items()}
                 picture.chunks[request_id, int(attempt)] = chunks
             case ["credits", pool]:
-                picture.credits[pool] = credits_in(key.fields())
+                picture.credits[pool] = {name.decode(): self._credit(it) for name, it in key.fields().items()}
             case ["dead", stage]:
                 assert not key.stays
                 picture.dead[stage] = [(fields[b"p"], fields[b"reason"].decode()) for _, fields in key.entries()]
@@ -120,6 +120,15 @@ class _View:
         ]
         if rows:
             self.picture.queues[queue] = rows
+
+    def _credit(self, credit: bytes) -> tuple[int, int, bytes | None]:
+        """Attempt, bytes, and the payload of the entry that it is tied to."""
+        attempt, num_bytes, tie = read_credit(credit)
+        if tie is None:
+            return attempt, num_bytes, None
+        stream = self._found.get(tie[0].decode().partition(":")[2])
+        fields = dict(stream.entries()).get(tie[1]) if stream else None
+        return attempt, num_bytes, fields[b"p"] if fields else GONE
 
     def _fields(self, name: str) -> dict[bytes, bytes]:
         key = self._found.get(name)

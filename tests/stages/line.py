@@ -29,7 +29,7 @@ from pipeline.leases import LeaseKeeper
 from pipeline.memory import MemoryQueues, MemoryTransport
 from pipeline.messages import Delta, Failure, Stamp, Terminal, TokenizedPrompt
 from pipeline.params import parse_params
-from pipeline.transport import Outcome, TakeCredit, Transaction, TransportOptions
+from pipeline.transport import Outcome, Process, TakeCredit, Transaction, TransportOptions
 from pipeline.worker import run_worker
 from stages.compressor.stage import CompressorStage
 from stages.decode.admission import Admission
@@ -86,9 +86,14 @@ class WatchedTransport(MemoryTransport):
         self._hold = hold
         self.asked: list[str] = []  # about which requests, by commits that only ask, for credit too
         self.num_refused_credits = 0
+        self.num_asked_processes = 0
         self.committed: list[tuple[Transaction, Outcome]] = []
         self.holding = asyncio.Event()
         self.go_on = asyncio.Event()
+
+    async def processes(self) -> list[Process]:
+        self.num_asked_processes += 1
+        return await super().processes()
 
     async def commit(self, transactions: Sequence[Transaction]) -> list[Outcome]:
         writing = [transaction for transaction in transactions if _writes(transaction)]
@@ -281,9 +286,7 @@ class Line:
         self, transport: WatchedTransport, leases: LeaseKeeper, engine: Engine | None, stopping: asyncio.Event
     ) -> None:
         assert engine is not None
-        admission = Admission(
-            transport, leases, engine, self.pool, self.tokenizer, self.counters, keep_kv=self.keep_kv
-        )
+        admission = Admission(transport, leases, engine, self.pool, self.tokenizer, self.counters, keep_kv=self.keep_kv)
         stage = DecodeStage(
             transport,
             leases,
@@ -326,7 +329,7 @@ class Line:
     def forget(self, request_id: str) -> None:
         """Take a request back: its state goes, entries that are not in work too."""
         del self.queues.broker._requests[request_id]
-        self.queues.broker.drop_credit(request_id)  # lost with it, or removed by a sweeper
+        self.queues.broker.credits.drop(request_id)  # lost with it, or removed by a sweeper
         for entries in self.queues.broker.streams.values():
             for entry_id, entry in list(entries.items()):
                 identity = wire.read_identity(entry.payload)
@@ -339,7 +342,7 @@ class Line:
         open_requests = {k for k, v in self.queues.broker.requests().items() if v.expires_at is None}
         assert open_requests == set()
         assert self.pool.names() == []
-        assert [owner for owned in self.queues.broker.credits.values() for owner in owned] == []
+        assert [owner for owned in self.queues.broker.credits.by_pool.values() for owner in owned] == []
 
 
 async def soon(awaitable: Awaitable[T]) -> T:

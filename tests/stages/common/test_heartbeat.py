@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,8 +13,11 @@ import pytest
 
 from pipeline.clock import monotonic_s
 from pipeline.connect import open_transport
+from pipeline.heartbeat import Heartbeat, HeartbeatLost, fork_heartbeat
 from pipeline.keys import HANG_LEASES
+from pipeline.renewal import RedisRenewal
 from pipeline.settings import Settings
+from pipeline.transport import Delivery
 from tests.pipeline.benches import take_one
 
 ROOT = Path(__file__).parents[3]
@@ -174,3 +177,26 @@ async def holds_registered(transport) -> None:
     while not await transport.processes():
         assert monotonic_s() < deadline
         await asyncio.sleep(0.01)
+
+
+def test_a_heartbeat_whose_renewals_break_ends_and_the_stage_is_told(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Path(f"{settings.home}/called")
+
+    async def breaks(self: RedisRenewal, deliveries: Sequence[Delivery]) -> list[bool]:
+        calls.touch()
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(RedisRenewal, "renew", breaks)
+    line = fork_heartbeat(settings)  # here, where no loop runs
+
+    async def stage() -> None:
+        beat = await Heartbeat.open(line, "me", LEASE_S)
+        beat.hold(Delivery("decode", "s", "1-1", "n", b"", 1))
+        with pytest.raises(HeartbeatLost):
+            await asyncio.wait_for(beat.run(), DEADLINE_S)
+
+    asyncio.run(stage())
+    assert calls.exists()
+    os.waitpid(-1, 0)

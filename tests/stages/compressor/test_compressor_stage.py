@@ -11,7 +11,7 @@ from kv_store.ref import BlobRef
 from pipeline import faults, wire
 from pipeline.keys import MAX_DELIVERIES
 from pipeline.messages import RawChunk, SealedChunk
-from pipeline.transport import Outcome
+from pipeline.transport import AddChunk, Outcome
 from tests.stages.alone import packed_alone, prompt_of, result_alone
 from tests.stages.damage import DAMAGES, Damage
 from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
@@ -75,7 +75,9 @@ async def test_a_raw_chunk_that_cannot_be_used_costs_time_and_no_token(line: Lin
     line.assert_nothing_left()
 
 
-async def test_the_second_of_two_equal_chunks_is_freed(line: Line) -> None:
+async def test_the_second_of_two_equal_chunks_takes_the_place_of_the_first_and_both_go_with_the_request(
+    line: Line,
+) -> None:
     await prefilled(line, prompt_of(5))
     [payload] = raw_payloads(line)
     raw = wire.unpack(payload, RawChunk)
@@ -83,9 +85,16 @@ async def test_the_second_of_two_equal_chunks_is_freed(line: Line) -> None:
     await line.append("compressor", wire.pack(again))
     async with line.process("compressor") as compressor:
         await holds(lambda: len(compressor.transport.committed) == 2)
-    assert [outcome for _, outcome in compressor.transport.committed] == [Outcome.OK, Outcome.DUPLICATE]
+    assert [outcome for _, outcome in compressor.transport.committed] == [Outcome.OK, Outcome.OK]
     [sealed] = await sealed_chunks(line)
-    assert line.pool.names() == [sealed.ref.name]
+    added = [
+        wire.unpack(e.ref, SealedChunk)
+        for t, _ in compressor.transport.committed
+        for e in t.effects
+        if isinstance(e, AddChunk)
+    ]
+    assert [one.ref.name for one in added][1:] == [sealed.ref.name]
+    assert set(line.pool.names()) == {one.ref.name for one in added}
     async with line.running("decode"):
         await line.answer("r")
     line.assert_nothing_left()

@@ -9,10 +9,11 @@ from pipeline import wire
 from pipeline.errors import ServerUnreachable, StateDamaged
 from pipeline.keys import RETURNED
 from pipeline.messages import TokenizedPrompt
-from pipeline.transport import Emit, Restart, Transaction
+from pipeline.transport import Emit, GiveCredit, Outcome, Restart, ResultEntry, Transaction
 from stages.common.kv_blobs import owner_of
 from stages.common.restart import MAX_RESTARTS
 from stages.decode import admission, stage
+from stages.engine import stepping
 from tests.stages.alone import ascii_only, prompt_of, repetitive_prompt, result_alone
 from tests.stages.damage import delete
 from tests.stages.line import CHUNK_TOKENS, Line, holds, soon
@@ -100,7 +101,7 @@ async def test_without_keeping_kv_blobs_and_credit_go_when_decode_has_them_and_a
         async with line.process("decode", hold=nth_token(line, 20)) as doomed:
             await soon(doomed.transport.holding.wait())
             assert line.pool.names() == []
-            assert line.queues.broker.credits[line.pool.pool_id] == {}
+            assert line.queues.broker.credits.by_pool[line.pool.pool_id] == {}
             await doomed.kill()
         line.clock.end_leases()
         async with line.running("decode"):
@@ -248,4 +249,108 @@ async def test_damaged_state_of_one_request_does_not_end_the_others(line: Line) 
             line.clock.end_leases()
             other = await line.answer("r0")
     assert [other.result, answer.result] == [result_alone(line, message) for message in messages]
+    line.assert_nothing_left()
+
+
+async def test_a_lost_checkpoint_is_written_again_by_the_next_holder(line: Line) -> None:
+    message = await line.submit("r", prompt_of(20), 5 * CHUNK_TOKENS, speculate=False)
+    async with line.running("prefill", "compressor"):
+        await killed_at_token(line, 2 * CHUNK_TOKENS)
+        [_, checkpoint] = sorted(blobs_of(line, "r"), key=lambda name: name.split("_")[3])[:2]
+        delete(line.pool_directory, checkpoint, "")
+        await killed_at_token(line, 3 * CHUNK_TOKENS)
+        [credit] = line.queues.broker.credits.by_pool[line.pool.pool_id].values()
+        for number in (4, 5):
+            line.counters.take()
+            await killed_at_token(line, number * CHUNK_TOKENS - 20)
+            counted = line.counters.take()
+            assert names.KV_MISSING not in counted
+            assert counted[names.TOKENS_REPLAYED] < CHUNK_TOKENS
+            assert line.pool.usage().used_bytes <= credit.num_bytes
+        async with line.running("decode"):
+            answer = await line.answer("r")
+    assert answer.result == result_alone(line, message)
+    line.assert_nothing_left()
+
+
+@pytest.mark.parametrize("where", ["chunks", "results"])
+async def test_state_of_a_request_that_cannot_be_read_takes_no_other_one_along(line: Line, where: str) -> None:
+    bad, good = [await line.submit(name, prompt_of(20 + n), 40) for n, name in enumerate(("bad", "good"))]
+    async with line.running("prefill", "compressor"):
+        await holds(lambda: line.num_entries("decode") == 2)
+    state = line.queues.broker.requests()["bad"]
+    if where == "chunks":
+        state.chunks[0] = b"rubbish"
+    else:
+        state.results[0] = ResultEntry(1, b"rubbish")
+    async with line.process("decode") as decode:
+        assert (await line.answer("good")).result == result_alone(line, good)
+        if where == "chunks":
+            assert (await line.answer("bad")).result == result_alone(line, bad)
+        else:
+            await holds(lambda: line.queues.broker.requests()["bad"].state == "failed")
+        assert not decode.task.done()
+    assert len(line.dead_letters("decode")) == (where == "results")
+
+
+async def test_a_stop_in_a_long_replay_hands_the_request_over(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "DRAIN_S", 0.0)
+    line.keep_kv = False
+    message = await line.submit("r", prompt_of(20), 6 * CHUNK_TOKENS, speculate=False)
+    async with line.running("prefill", "compressor"):
+        await killed_at_token(line, 5 * CHUNK_TOKENS)
+        async with line.process("decode") as leaving:
+            assert leaving.engine is not None
+            compute, num_pieces = leaving.engine.compute, 0
+
+            async def watched(function, *args, **kwargs):
+                nonlocal num_pieces
+                num_pieces += function is stepping.replay
+                leaving.stopping.set()
+                return await compute(function, *args, **kwargs)
+
+            leaving.engine.compute = watched
+            await soon(leaving.task)
+        assert num_pieces == 1
+        async with line.running("decode"):  # no lease has to end
+            assert (await line.answer("r")).result == result_alone(line, message)
+    line.assert_nothing_left()
+
+
+async def test_whoever_lost_a_request_while_loading_it_leaves_its_blobs_to_the_new_holder(line: Line) -> None:
+    line.keep_kv = False
+    message = await line.submit("r", prompt_of(3 * CHUNK_TOKENS), 10)
+
+    def gives(transaction: Transaction) -> bool:
+        return any(isinstance(effect, GiveCredit) for effect in transaction.effects)
+
+    async with line.running("prefill", "compressor"):
+        async with line.process("decode", hold=gives) as slow:
+            await soon(slow.transport.holding.wait())
+            line.clock.end_leases()
+            taken = await line.transport("other").receive("decode", 1, 1)
+            slow.transport.go_on.set()
+            await holds(lambda: any(outcome is Outcome.FENCED for _, outcome in slow.transport.committed))
+            assert len(line.pool.names()) == 3
+        await line.transport("other").hand_back(taken)
+        line.clock.end_leases()
+        line.counters.take()
+        async with line.running("decode"):
+            assert (await line.answer("r")).result == result_alone(line, message)
+    assert names.KV_MISSING not in line.counters.take()
+    line.assert_nothing_left()
+
+
+async def test_a_batch_request_that_waits_for_pages_lets_an_interactive_one_pass(line: Line) -> None:
+    line.num_pages = 8
+    messages = [await line.submit("running", prompt_of(20), 250, speculate=False)]  # five pages
+    async with line.running("prefill", "compressor"), line.process("decode") as decode:
+        await holds(lambda: num_tokens_of(line, "running") > 2)
+        messages.append(await line.submit("large", prompt_of(20), 250, speculate=False))
+        await holds(lambda: "large" in decode.transport.asked)
+        messages.append(await line.submit("urgent", prompt_of(20), 4, priority="interactive"))
+        await line.answer("urgent")
+        assert num_tokens_of(line, "running") < 250
+        answers = [await line.answer(message.request_id) for message in messages]
+    assert [answer.result for answer in answers] == [result_alone(line, message) for message in messages]
     line.assert_nothing_left()

@@ -26,6 +26,7 @@ from pipeline.counters import (
 from pipeline.keys import RETURNED, Keys
 from pipeline.messages import SealedChunk, Terminal, TokenizedPrompt
 from pipeline.redis_streams import RedisStreams
+from pipeline.restart import begin_again
 from pipeline.settings import Settings
 from pipeline.transport import AddChunk, Outcome, Process, Publish, TakeCredit, Transaction
 from pipeline.upkeep import Upkeep, open_upkeep
@@ -33,7 +34,7 @@ from stages.common import sweeper as sweeper_module
 from stages.common.handshake import Registration
 from stages.common.pool_mark import PoolMark
 from stages.common.pool_sweeper import PoolSweeper
-from stages.common.restart import MAX_RESTARTS, restarted
+from stages.common.restart import MAX_RESTARTS
 from stages.common.sweeper import Sweeper
 from stages.jobs import janitor as janitor_module
 from stages.jobs import worker
@@ -122,7 +123,7 @@ async def test_what_waits_for_a_pool_that_is_gone_goes_back_to_prefill(stack: St
     assert set(back) == {"a", "b"}
     for request in (in_compressor.message, in_decode.message):
         came = back[request.request_id]
-        assert came == restarted(request)
+        assert came == begin_again(request, request.attempt + 1, request.num_restarts + 1)
         assert (came.attempt, came.num_restarts) == (1, 1)
         assert [entry.offset for entry in await stack.here.read_results(request.request_id, 0, 0)] == [1]
         assert await stack.here.chunks(request.request_id, 0) == {}

@@ -1,6 +1,6 @@
 """Prefill and requests that are cancelled before they are computed: they block nobody and leave no blob."""
 
-from pipeline.memory_broker import Credit
+from pipeline.memory_credits import Credit
 from pipeline.transport import Emit, Transaction
 from stages.prefill.handover import Handover
 from tests.stages.alone import prompt_of, result_alone
@@ -14,12 +14,12 @@ def emits(transaction: Transaction) -> bool:
 def bytes_for(line: Line, num_tokens: int) -> int:
     with line.engine(1) as engine:
         handover = Handover(engine, line.pool, chunk_tokens=CHUNK_TOKENS, seal=False, compression="none")
-        return handover.bytes_for(num_tokens)
+        return handover.bytes_for(num_tokens, with_checkpoints=True)
 
 
 async def test_a_prompt_cancelled_while_it_waits_for_credit_makes_way_for_others(line: Line) -> None:
     left_bytes = bytes_for(line, 2 * CHUNK_TOKENS)
-    line.queues.broker.credits[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - left_bytes)}
+    line.queues.broker.credits.by_pool[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - left_bytes)}
     await line.submit("large", prompt_of(4 * CHUNK_TOKENS), 4)
     message = await line.submit("small", prompt_of(5), 3)
     async with line.process("prefill") as prefill, line.running("compressor", "decode"):
@@ -27,7 +27,7 @@ async def test_a_prompt_cancelled_while_it_waits_for_credit_makes_way_for_others
         await line.cancel("large")
         assert (await line.answer("small")).result == result_alone(line, message)
         assert {transaction.request_id for transaction, _ in prefill.transport.committed} == {"small"}
-    line.queues.broker.drop_credit("other")
+    line.queues.broker.credits.drop("other")
     line.assert_nothing_left()
 
 

@@ -7,7 +7,8 @@ from kv_store.errors import InvalidValue
 from kv_store.packing import pack, pages_of
 from pipeline import wire
 from pipeline.keys import MAX_DELIVERIES
-from pipeline.memory_broker import Credit
+from pipeline.memory_broker import Entry
+from pipeline.memory_credits import Credit
 from pipeline.messages import PrefilledPrompt, RawChunk
 from pipeline.transport import Emit, Finish, Outcome, Plan, Publish, Transaction
 from stages.prefill import handover, room, stage
@@ -34,6 +35,11 @@ def plan_of(line: Line, request_id: str) -> Plan | None:
     request = line.queues.broker.request(request_id)
     assert request is not None
     return request.plan
+
+
+def entries_of(line: Line, stage_name: str) -> list[Entry]:
+    streams = line.queues.broker.streams
+    return [entry for name, all_of in streams.items() if f":{stage_name}:" in name for entry in all_of.values()]
 
 
 def emits(transaction: Transaction) -> bool:
@@ -130,13 +136,13 @@ async def test_a_request_for_one_token_sends_no_chunk_at_all(line: Line, num_tok
 
 async def test_prefill_pauses_while_decode_has_enough(line: Line) -> None:
     line.max_decode_queue = 1
-    line.queues.broker.credits[line.pool.pool_id] = {"other": Credit(0, 1)}
+    line.queues.broker.credits.by_pool[line.pool.pool_id] = {"other": Credit(0, 1)}
     await line.submit("r", prompt_of(3), 4)
     async with line.process("prefill") as prefill:
         await holds(lambda: prefill.transport.num_refused_credits > 3)
         assert prefill.transport.committed == []
         assert plan_of(line, "r") is None
-        line.queues.broker.drop_credit("other")
+        line.queues.broker.credits.drop("other")
         await holds(lambda: plan_of(line, "r") is not None)
 
 
@@ -145,23 +151,36 @@ async def test_prefill_begins_nothing_while_no_decode_process_is_there(
 ) -> None:
     monkeypatch.setattr(room, "ASK_S", 0.05)
     line.announce_decode(slots=0)
-    await line.submit("ends-with-token-0", prompt_of(3), 1)
+    monkeypatch.setattr(stage, "_CLOSED_S", 0.01)
+    await line.submit("r", prompt_of(3), 4)
+    async with line.process("prefill") as prefill:
+        await holds(lambda: prefill.transport.num_asked_processes > 3)
+        [entry] = entries_of(line, "prefill")
+        assert not entry.delivered, "another pool's prefill may take it"
+        line.announce_decode(slots=1)
+        await holds(lambda: plan_of(line, "r") is not None)
+
+
+async def test_a_prompt_that_waits_for_credit_is_handed_back_when_decode_goes_away(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "ASK_S", 0.05)
+    monkeypatch.setattr(stage, "_CLOSED_S", 0.01)
+    line.queues.broker.credits.by_pool[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - 1)}
     await line.submit("r", prompt_of(3), 4)
     async with line.process("prefill") as prefill:
         await holds(lambda: prefill.transport.num_refused_credits > 3)
-        assert plan_of(line, "r") is None
-        line.announce_decode(slots=1)
-        await holds(lambda: plan_of(line, "r") is not None)
-    await line.answer("ends-with-token-0")
+        line.announce_decode(slots=0)
+        await holds(lambda: [(entry.nonce, entry.tries) for entry in entries_of(line, "prefill")] == [(None, 0)])
 
 
 async def test_prefill_pauses_while_the_bytes_of_the_pool_are_promised(line: Line) -> None:
-    line.queues.broker.credits[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - 1)}
+    line.queues.broker.credits.by_pool[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - 1)}
     await line.submit("r", prompt_of(3), 4)
     async with line.process("prefill") as prefill:
         await holds(lambda: prefill.transport.num_refused_credits > 3)
         assert plan_of(line, "r") is None
-        line.queues.broker.drop_credit("other")
+        line.queues.broker.credits.drop("other")
         await holds(lambda: plan_of(line, "r") is not None)
 
 
@@ -170,7 +189,7 @@ async def test_a_credit_lasts_until_the_request_ends_and_covers_all_of_its_kv(li
     seen: list[tuple[int, int]] = []
 
     def watch(transaction: Transaction) -> bool:
-        [credit] = line.queues.broker.credits[line.pool.pool_id].values()
+        [credit] = line.queues.broker.credits.by_pool[line.pool.pool_id].values()
         seen.append((line.pool.usage().used_bytes, credit.num_bytes))
         return False
 
@@ -184,7 +203,7 @@ async def test_a_credit_lasts_until_the_request_ends_and_covers_all_of_its_kv(li
 async def test_a_batch_prompt_that_waits_for_credit_lets_an_interactive_one_pass(line: Line) -> None:
     with line.engine(1) as engine:
         page_bytes = sum(buffer.nbytes for buffer in engine.cache.page(0).buffers())
-    line.queues.broker.credits[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - 4 * page_bytes)}
+    line.queues.broker.credits.by_pool[line.pool.pool_id] = {"other": Credit(0, line.pool.quota_bytes - 4 * page_bytes)}
     await line.submit("large", prompt_of(8 * CHUNK_TOKENS), 4)
     async with line.running("compressor", "decode"), line.process("prefill") as prefill:
         await holds(lambda: prefill.transport.num_refused_credits > 3)
@@ -192,7 +211,7 @@ async def test_a_batch_prompt_that_waits_for_credit_lets_an_interactive_one_pass
         assert (await line.answer("small")).result == result_alone(line, small)
         await line.cancel("large")
         await holds(lambda: line.num_entries("prefill") == 0)
-    line.queues.broker.drop_credit("other")
+    line.queues.broker.credits.drop("other")
     line.assert_nothing_left()
 
 
@@ -326,12 +345,7 @@ async def test_a_stop_in_mid_prompt_hands_it_back_and_the_next_process_answers(
             await soon(leaving.transport.holding.wait())
             leaving.stopping.set()
             await soon(leaving.task)
-        [entry] = [
-            entry
-            for name, entries in line.queues.broker.streams.items()
-            if ":prefill:" in name
-            for entry in entries.values()
-        ]
+        [entry] = entries_of(line, "prefill")
         assert (entry.nonce, entry.tries) == (None, 0)
         async with line.running("prefill", "decode"):
             answer = await line.answer("r")
