@@ -53,6 +53,8 @@ class Request:
     chunks: dict[int, bytes] = field(default_factory=dict[int, bytes])
     plan: Plan | None = None
     joined: bool = False
+    home: str | None = None
+    """The pool in which it got its last credit, until it gives that back."""
     deadline: float | None = None
     """When it is given up, unless it has ended by then."""
     expires_at: float | None = None
@@ -210,9 +212,14 @@ class MemoryBroker:
     ) -> None:
         if isinstance(effect, GiveCredit):
             self.credits.drop(transaction.request_id)
+            request.home = None
             return
         self.credits.take(transaction, effect, options)
-        request.chunks, request.plan, request.joined = {}, None, False  # it begins its prompt
+        request.home = options.pool_id
+        if request.joined:  # decode gets it once under this attempt
+            self.credits.settle(transaction.request_id)
+        else:
+            request.chunks, request.plan = {}, None  # it begins its prompt
 
     def _waits(self, entry: tuple[str, str], lease_s: float) -> bool:
         found = self.streams.get(entry[0], {}).get(entry[1])
@@ -240,7 +247,7 @@ class MemoryBroker:
             if request.plan is None:
                 request.plan = part
                 self.credits.settle(request_id)
-        elif self.credits.home_of(request_id) not in (None, options.pool_id):
+        elif request.home not in (None, options.pool_id):
             outcome = Outcome.DUPLICATE
         elif not part.substitute:
             request.chunks[part.index] = part.ref

@@ -59,10 +59,6 @@ class MemoryCredits:
         for owned in self.by_pool.values():
             owned.pop(request_id, None)
 
-    def home_of(self, request_id: str) -> str | None:
-        """Return the pool of a request's credit; None without one."""
-        return next((pool_id for pool_id, owned in self.by_pool.items() if request_id in owned), None)
-
     def _change(self, request_id: str, change: Callable[[Credit], Credit]) -> None:
         for owned in self.by_pool.values():
             if credit := owned.get(request_id):

@@ -31,8 +31,10 @@ def new_home(base: Settings, **fields: object) -> Iterator[Settings]:
         own = {"home": home, "kv_pool_dir": pool, "namespace": NAMESPACE, "redis_url": None}
         yield base.model_copy(update=own | fields)
     finally:
-        _remove(home)
-        _remove(pool)
+        try:
+            _remove(home)
+        finally:
+            _remove(pool)
 
 
 def _remove(directory: Path) -> None:

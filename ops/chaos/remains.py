@@ -19,11 +19,12 @@ async def remains(redis: Any, settings: Settings) -> list[str]:
     return sorted(found) + blobs_left(settings)
 
 
-async def held_credits(redis: Any, keys: Keys) -> dict[str, str]:
-    """Return who has a credit of which pool: request id to "attempt:bytes"."""
-    held: dict[str, str] = {}
+async def held_credits(redis: Any, keys: Keys) -> dict[str, int]:
+    """Return who has a credit of a pool, and for how many bytes."""
+    held: dict[str, int] = {}
     async for key in redis.scan_iter(match=f"{keys.credits_prefix()}*"):
-        held |= {name.decode(): value.decode() for name, value in (await redis.hgetall(key)).items()}
+        for request_id, credit in (await redis.hgetall(key)).items():  # "attempt:bytes", and maybe more behind a space
+            held[request_id.decode()] = int(credit.split()[0].rpartition(b":")[2])
     return held
 
 

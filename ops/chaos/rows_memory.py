@@ -137,6 +137,8 @@ async def _watched_pool(trial: Trial) -> AsyncIterator[Most]:
     watching = asyncio.create_task(_watch(trial, most))
     try:
         yield most
+        if watching.done():
+            watching.result()  # what ended it, or what was seen would look like nothing
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -146,7 +148,7 @@ async def _watch(trial: Trial, most: Most) -> None:
     with FilePool.open(trial.settings.pool_dir, trial.settings.kv_pool_bytes) as pool:
         while True:
             held = await held_credits(trial.redis, trial.keys)
-            most.credit_bytes = max(most.credit_bytes, sum(int(credit.partition(":")[2]) for credit in held.values()))
+            most.credit_bytes = max(most.credit_bytes, sum(held.values()))
             most.used_bytes = max(most.used_bytes, pool.usage().used_bytes)
             waiting = await trial.redis.xlen(trial.keys.stream("prefill", "interactive"))
             most.num_waiting = max(most.num_waiting, waiting)

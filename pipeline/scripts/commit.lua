@@ -287,11 +287,16 @@ function WRITE.credit(t, e)
   for _, id in ipairs(e.revoked or {}) do
     redis.call('HDEL', e.credits, id)
   end
+  redis.call('HSET', t.request, 'credits', e.credits)
+  local plan = redis.call('HMGET', t.request, 'plan:' .. t.attempt, 'plan_payload:' .. t.attempt)
+  if plan[1] and not plan[2] then -- decode has it already, under this attempt
+    redis.call('HSET', e.credits, e.request_id, string.format('%s:%.0f', t.attempt, e.bytes))
+    return
+  end
   -- Whoever takes it begins the prompt: what an earlier holder left of this attempt is of no use.
   redis.call('DEL', t.chunks)
   redis.call('HDEL', t.request, 'plan:' .. t.attempt, 'plan_priority:' .. t.attempt, 'plan_payload:' .. t.attempt)
   redis.call('HSET', e.credits, e.request_id, string.format('%s:%.0f %s %s', t.attempt, e.bytes, t.stream, t.id))
-  redis.call('HSET', t.request, 'credits', e.credits)
 end
 function WRITE.give(t, e)
   local credits = redis.call('HGET', t.request, 'credits') -- it may be in another pool

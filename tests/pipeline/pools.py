@@ -1,12 +1,14 @@
-"""What the seam itself does not show, of both kinds of benches: other pools, and who has credit in them."""
+"""What the seam itself does not show, of both kinds of benches: other pools, who has credit in them, ends of leases."""
 
 import re
 from typing import Any
 
 from pipeline.connect import open_transport
 from pipeline.memory import MemoryTransport
-from pipeline.transport import Transport, TransportOptions
+from pipeline.transport import Delivery, Transport, TransportOptions
 from tests.pipeline.benches import Bench, MemoryBench, RedisBench
+
+LONG_AGO_MS = 3_600_000  # longer than any lease
 
 
 async def join_pool(bench: Bench, pool_id: str, **options: Any) -> Transport:
@@ -18,6 +20,17 @@ async def join_pool(bench: Bench, pool_id: str, **options: Any) -> Transport:
     transport = await open_transport(settings, consumer=pool_id, pool_id=pool_id)
     bench._opened.append(transport)
     return transport
+
+
+async def expire(bench: Bench, delivery: Delivery) -> None:
+    """Let the lease of a delivery be over."""
+    if isinstance(bench, MemoryBench):
+        bench.queues.broker.streams[delivery.stream][delivery.entry_id].renewed_at = float("-inf")
+        return
+    assert isinstance(bench, RedisBench)
+    await bench._raw.xclaim(
+        delivery.stream, delivery.stage, delivery.consumer, 0, [delivery.entry_id], idle=LONG_AGO_MS, justid=True
+    )
 
 
 async def credits_of(bench: Bench, pool_id: str) -> dict[str, tuple[int, int]]:

@@ -5,7 +5,8 @@ an attempt that is not there yet, or a request that nobody knows.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ from pipeline.transport import (
 )
 from tests.pipeline.protocol_model import ProtocolModel
 
-MAX_BYTES, MAX_REQUESTS = 9, 2  # of a pool
+MAX_BYTES, MAX_REQUESTS = 9, 2  # of a pool, or less: the bounds change
 T = TypeVar("T")
 
 _KINDS = (
@@ -44,6 +45,12 @@ _KINDS = (
 )
 _KINDS_OF_PREFILL = (*_KINDS, *("credit",) * 8, *("credit and work",) * 4)
 """Credits are tied to prefill's entries: whoever asks for one looks for those of others in its own group."""
+
+
+@lru_cache(maxsize=1_000, typed=True)
+def any_of(*values: Any) -> Any:
+    """A strategy for one of some values: the same one each time, since a new one costs more than a draw."""
+    return st.sampled_from(values)
 
 
 def payload_of(request_id: str, attempt: int, serial: int) -> bytes:
@@ -138,7 +145,8 @@ class TransactionDraws:
         return AddChunk(self._one_of(0, 0, 1, 1, 2), self._one_of(b"x", b"y"), self._one_of(False, True))
 
     def _credit(self) -> TakeCredit:
-        return TakeCredit(self._one_of(1, 3, 3, 5, MAX_BYTES), MAX_BYTES, MAX_REQUESTS)
+        num_bytes, max_bytes = self._one_of(1, 3, 3, 5, MAX_BYTES), self._one_of(MAX_BYTES, MAX_BYTES, MAX_BYTES, 5)
+        return TakeCredit(num_bytes, max_bytes, self._one_of(MAX_REQUESTS, MAX_REQUESTS, 1))
 
     def _payload(self, request_id: str, attempt: int) -> bytes:
         return payload_of(request_id, attempt, self._next_serial())
@@ -147,4 +155,4 @@ class TransactionDraws:
         return self._one_of(*PRIORITIES)
 
     def _one_of(self, *values: T) -> T:
-        return self._data.draw(st.sampled_from(values))
+        return self._data.draw(any_of(*values))

@@ -36,6 +36,7 @@ from tests.pipeline.protocol_draws import (
     MAX_BYTES,
     MAX_REQUESTS,
     TransactionDraws,
+    any_of,
     check_results,
     identity,
     payload_of,
@@ -147,7 +148,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def _draw_speaker(self, data: st.DataObject, held: Held) -> Worker:
         """Mostly the consumer of a delivery, sometimes one that has nothing to do with it."""
         slots_of_others = [slot for slot, worker in self._workers.items() if worker is not held.worker]
-        slot = data.draw(st.sampled_from((*["its own"] * 6, *slots_of_others)))
+        slot = data.draw(any_of(*["its own"] * 6, *slots_of_others))
         return held.worker if slot == "its own" else self._workers[slot]
 
     # Steps
@@ -169,7 +170,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         """One rule: of several, a run would leave some out, and without one of these most of the others do nothing."""
-        match data.draw(st.sampled_from(self._mix)):
+        match data.draw(any_of(*self._mix)):
             case "admit":
                 self.admit(data)
             case "receive":
@@ -193,10 +194,10 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def admit(self, data: st.DataObject) -> None:
         """A request comes; under an id that was used before, mostly after the results of then have expired."""
-        request_id = data.draw(st.sampled_from(REQUESTS))
+        request_id = data.draw(any_of(*REQUESTS))
         if request_id in self._model.ended() and data.draw(st.integers(0, 3)):
             self._run(self._expire_results(request_id))
-        self._admit(request_id, data.draw(lanes), data.draw(st.sampled_from(("comes", "is lost", "comes twice"))))
+        self._admit(request_id, data.draw(lanes), data.draw(any_of("comes", "is lost", "comes twice")))
 
     def _admit(self, request_id: str, priority: Priority, reply: str) -> None:
         attempt = self._attempts[request_id] + 1
@@ -230,11 +231,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         lost = [(slot, stage) for slot, worker in self._workers.items() for stage in worker.lost_nonces]
         if lost and data.draw(st.integers(0, 3)):
             slot, stage = data.draw(st.sampled_from(lost))
-            max_items = data.draw(st.sampled_from((1, 1, 4)))
+            max_items = data.draw(any_of(1, 1, 4))
         else:
             stages = [entry.queue[0] for entry in self._model.free()]
-            slot, stage = data.draw(slots), data.draw(st.sampled_from((*stages, *STAGES)))
-            max_items = 4 if is_lost else data.draw(st.sampled_from((1, 2, 4)))
+            slot, stage = data.draw(slots), data.draw(any_of(*stages, *STAGES))
+            max_items = 4 if is_lost else data.draw(any_of(1, 2, 4))
         self._helds += self._run(self._receive(self._workers[slot], stage, max_items, is_lost=is_lost))
 
     def take(self, data: st.DataObject) -> None:
@@ -243,9 +244,9 @@ class ProtocolMachine(RuleBasedStateMachine):
         if held and (not self._model.free() or data.draw(st.integers(0, 3)) == 3):
             self._run(self._end_lease(held[data.draw(st.integers(0, len(held) - 1))]))
         queues = list(dict.fromkeys(entry.queue for entry in self._model.free()))
-        stage, _, pool = data.draw(st.sampled_from(queues))
-        slot = data.draw(st.sampled_from([slot for slot in sorted(SLOTS) if pool in (None, SLOTS[slot])]))
-        self._helds += self._run(self._receive(self._workers[slot], stage, data.draw(st.sampled_from((1, 2)))))
+        stage, _, pool = data.draw(any_of(*queues))
+        slot = data.draw(any_of(*(slot for slot in sorted(SLOTS) if pool in (None, SLOTS[slot]))))
+        self._helds += self._run(self._receive(self._workers[slot], stage, data.draw(any_of(1, 2))))
 
     async def _receive(self, worker: Worker, stage: str, max_items: int, *, is_lost: bool = False) -> list[Held]:
         receiver = worker.transport._receivers.get(stage)
@@ -266,7 +267,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         return [Held(worker, delivery, entry) for delivery, entry in zip(deliveries, entries, strict=True)]
 
     def change_lease(self, data: st.DataObject) -> None:
-        what = data.draw(st.sampled_from(("its lease ends", "renew", "hand back")))
+        what = data.draw(any_of("its lease ends", "renew", "hand back"))
         held = self._draw_held(data)
         worker = self._draw_speaker(data, held)
         twice = [held.delivery] * 2
@@ -333,10 +334,10 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def misfortune(self, data: st.DataObject) -> None:
         """What is rarer than work."""
-        what = data.draw(st.sampled_from(MISFORTUNES))
+        what = data.draw(any_of(*MISFORTUNES))
         match what:
             case "cancel":
-                self._run(self._cancel(data.draw(st.sampled_from((*REQUESTS, "nobody")))))
+                self._run(self._cancel(data.draw(any_of(*REQUESTS, "nobody"))))
             case "unreadable":
                 if self._helds:
                     held = self._draw_held(data)
@@ -344,7 +345,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             case "death" | "goodbye":
                 self._run(self._replace(data.draw(slots), is_told=what == "goodbye"))
             case "no group":
-                queue = data.draw(st.sampled_from(list(self._model.queues)))
+                queue = data.draw(any_of(*self._model.queues))
                 self._run(self._ground.destroy_group(self._keys, queue))
                 self._model.lose_group(queue)
             case _:
@@ -433,14 +434,9 @@ RULES = {
         "local function sent_before(t)\n  do return nil end\n",
     ),
     "a claim is the newest one": ("if not same_claim(redis.call('HGET', claims, id), nonce) then", "if false then"),
-    "its own credit does not count against a request": ("if credits[i] ~= e.request_id then", "if true then"),
+    "its own credit does not count against a request": ("if id == e.request_id then", "if false then"),
+    "a credit counts while somebody works on its entry": ("if is_idle(t, e, credit) then", "if true then"),
     "a credit ends with its request": ("redis.call('HDEL', of[3], r.id)", ""),
-    "a restart forgets chunks": ("redis.call('DEL', t.chunks)\n  local credits", "local credits"),
-    "decode gets a request once": (
-        "redis.call('HDEL', t.request, 'plan_priority:'",
-        "redis.call('TIME', 'plan_priority:'",
-    ),
-    "tokens follow each other": ("if e.first ~= n then", "if e.first < n then"),
 }
 """Parts of the scripts, and what takes their place."""
 

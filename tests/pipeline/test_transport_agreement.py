@@ -110,25 +110,25 @@ def identity(payload: bytes) -> tuple[str, int]:
     return request_id, int(attempt or 0)
 
 
-def draw_effects(rng: random.Random, payload: bytes) -> tuple[Effect, ...]:
+def draw_effects(rng: random.Random, stage: str, payload: bytes) -> tuple[Effect, ...]:
     if rng.random() < 0.06:
         end = Finish(b"end", rng.choice(END_STATES))
         return (end, DeadLetter("why")) if rng.random() < 0.3 else (end,)
     first = rng.choice((0, 0, 1, 2, 3))
-    credit = TakeCredit(rng.choice((1, 3, 5)), max_bytes=9, max_requests=3)
-    publish = Publish(rng.choice(STAGES), rng.choice(PRIORITIES), payload)
+    publish = Publish(rng.choice((*STAGES, "prefill")), rng.choice(PRIORITIES), payload)
     choices: list[tuple[Effect, ...]] = [
         (publish,),
         (publish, publish),
         (Emit(b"d", first, rng.choice((1, 2))),),
         (Emit(b"d", first, 1), Emit(b"e", first + 1, 1), publish),
-        (AddChunk(rng.randrange(3), rng.choice((b"x", b"x", b"y"))),),
+        (AddChunk(rng.randrange(3), rng.choice((b"x", b"x", b"y")), rng.random() < 0.5),),
         (AddChunk(0, b"x"), AddChunk(1, b"x")),
         (Plan(rng.choice((1, 2)), rng.choice(PRIORITIES), payload),),
-        (credit,),
-        rng.choice(((Emit(b"d", first, 1), credit), (credit, Emit(b"d", first, 1)))),
         (GiveCredit(),),
     ]
+    if stage == "prefill":  # whose entries credits are tied to
+        credit = TakeCredit(rng.choice((1, 3, 5)), max_bytes=rng.choice((9, 9, 5)), max_requests=rng.choice((3, 3, 1)))
+        choices += [(credit,)] * 3 + [(Emit(b"d", first, 1), credit), (credit, Emit(b"d", first, 1))]
     return rng.choice(choices)
 
 
@@ -140,7 +140,7 @@ def draw_transaction(rng: random.Random, delivery: Delivery) -> Transaction:
         later = attempt + rng.choice((1, 2))
         restart = Restart(later, b"%s %d" % (request_id.encode(), later))
         return Transaction(delivery, request_id, attempt, (restart,), ack=True)
-    effects = draw_effects(rng, delivery.payload)
+    effects = draw_effects(rng, delivery.stage, delivery.payload)
     return Transaction(delivery, request_id, attempt, effects, ack=rng.random() < 0.15)
 
 

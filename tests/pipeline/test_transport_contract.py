@@ -22,6 +22,7 @@ from pipeline.transport import (
     Finish,
     GiveCredit,
     Outcome,
+    Plan,
     Process,
     Publish,
     Restart,
@@ -31,7 +32,7 @@ from pipeline.transport import (
     Transport,
 )
 from tests.pipeline.benches import BRIEF_LEASE_S, POOL, Bench, soon, take, take_one
-from tests.pipeline.pools import credits_of, join_pool
+from tests.pipeline.pools import credits_of, expire, join_pool
 
 
 def publish(delivery: Delivery, request_id: str = "r", *, ack: bool = True, attempt: int = 0) -> Transaction:
@@ -390,9 +391,12 @@ async def commit_one(transport: Transport, delivery: Delivery, *effects: Effect,
 
 
 async def held(transport: Transport, request_id: str = "r") -> Delivery:
-    """A request that the tokenizer has in hand."""
+    """A request that prefill has in hand."""
     await admitted(transport, request_id)
-    return await take_one(transport, "tokenizer")
+    tokenized = Publish("prefill", "interactive", request_id.encode())
+    tokenizer = await take_one(transport, "tokenizer")
+    assert await commit_one(transport, tokenizer, tokenized, request_id=request_id, ack=True) == Outcome.OK
+    return await take_one(transport, "prefill")
 
 
 async def test_credits_are_taken_while_the_pool_has_bytes(bench: Bench) -> None:
@@ -409,6 +413,7 @@ async def test_credits_are_taken_while_the_pool_has_places(bench: Bench) -> None
         delivery = await held(transport, request_id)
         assert await commit_one(transport, delivery, credit(1, max_requests=2), request_id=request_id) == outcome
     assert await commit_one(transport, delivery, credit(1, max_requests=3), request_id="t") == Outcome.OK
+    assert await credits_of(bench, POOL) == {"r": (0, 1), "s": (0, 1), "t": (0, 1)}
 
 
 async def test_a_pool_that_may_hold_nothing_has_no_credit(bench: Bench) -> None:
@@ -431,6 +436,16 @@ async def test_what_finds_no_room_changes_nothing(bench: Bench) -> None:
     assert await transport.renew([r]) == [True]
     assert await transport.read_results("r", 0, block_s=0) == []
     assert [d.payload for d in await transport.receive("prefill", 9, block_s=0)] == [b"yes"]
+
+
+async def test_a_credit_that_is_large_enough_is_enough_whatever_the_bounds_are_now(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(5)) == Outcome.OK
+    assert await commit_one(transport, s, credit(5), request_id="s") == Outcome.OK
+    for num_bytes, outcome in ((5, "ok"), (6, "full"), (4, "ok"), (5, "full")):
+        assert await commit_one(transport, r, TakeCredit(num_bytes, max_bytes=1, max_requests=0)) == outcome
+    assert await credits_of(bench, POOL) == {"r": (0, 4), "s": (0, 5)}
 
 
 async def test_a_credit_that_is_taken_again_is_replaced_and_does_not_count_against_itself(bench: Bench) -> None:
@@ -487,7 +502,7 @@ async def test_a_request_can_give_back_what_it_has_not(bench: Bench) -> None:
 async def test_only_the_holder_under_the_current_attempt_changes_a_credit(bench: Bench) -> None:
     a, b = await bench.join("a"), await bench.join("b", lease_s=BRIEF_LEASE_S)
     old = await held(a)
-    new = await take_one(b, "tokenizer")
+    new = await take_one(b, "prefill")
     assert await commit_one(a, old, credit(1)) == Outcome.FENCED
     assert await commit_one(b, new, credit(1), attempt=1) == Outcome.FENCED
     assert await credits_of(bench, POOL) == {}
@@ -509,7 +524,7 @@ async def test_a_request_that_goes_on_in_another_pool_takes_its_credit_along(ben
     here, there = await bench.join("here"), await join_pool(bench, OTHER_POOL, lease_s=BRIEF_LEASE_S)
     old = await held(here)
     assert await commit_one(here, old, credit(4)) == Outcome.OK
-    new = await take_one(there, "tokenizer")
+    new = await take_one(there, "prefill")
     assert await commit_one(there, new, credit(5)) == Outcome.OK
     assert await credits_of(bench, POOL) == {}
     assert await credits_of(bench, OTHER_POOL) == {"r": (0, 5)}
@@ -521,7 +536,7 @@ async def test_a_request_that_goes_on_in_another_pool_takes_its_credit_along(ben
 async def test_a_move_to_a_full_pool_leaves_the_credit_where_it_is(bench: Bench) -> None:
     here, there = await bench.join("here"), await join_pool(bench, OTHER_POOL, lease_s=BRIEF_LEASE_S)
     assert await commit_one(here, await held(here), credit(4)) == Outcome.OK
-    new = await take_one(there, "tokenizer")
+    new = await take_one(there, "prefill")
     assert await commit_one(there, new, credit(MOST_BYTES + 1)) == Outcome.FULL
     assert await credits_of(bench, POOL) == {"r": (0, 4)}
     assert await credits_of(bench, OTHER_POOL) == {}
@@ -530,9 +545,72 @@ async def test_a_move_to_a_full_pool_leaves_the_credit_where_it_is(bench: Bench)
 async def test_a_credit_is_given_back_from_wherever_its_request_is(bench: Bench) -> None:
     here, there = await bench.join("here"), await join_pool(bench, OTHER_POOL, lease_s=BRIEF_LEASE_S)
     assert await commit_one(here, await held(here), credit(4)) == Outcome.OK
-    new = await take_one(there, "tokenizer")
+    new = await take_one(there, "prefill")
     assert await commit_one(there, new, GiveCredit()) == Outcome.OK
     assert await credits_of(bench, POOL) == {}
+
+
+async def let_go(bench: Bench, holder: Transport, delivery: Delivery, how: str) -> None:
+    """Nobody works any more on what a request has its credit for."""
+    if how == "handed back":
+        await holder.hand_back([delivery])
+    elif how == "acknowledged":
+        assert await commit_one(holder, delivery, ack=True) == Outcome.OK
+    elif how == "sent back":
+        assert await restarted(holder, delivery) == Outcome.OK
+    else:
+        await expire(bench, delivery)
+
+
+WAYS_TO_LET_GO = ["handed back", "acknowledged", "sent back", "its lease has ended"]
+
+
+@pytest.mark.parametrize("how", WAYS_TO_LET_GO)
+async def test_a_credit_whose_entry_nobody_works_on_makes_way_where_there_is_no_room(bench: Bench, how: str) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(6)) == Outcome.OK
+    await let_go(bench, transport, r, how)
+    attempt = 1 if how == "sent back" else 0
+    assert await commit_one(transport, s, credit(4), request_id="s") == Outcome.OK  # there is room for both
+    assert await credits_of(bench, POOL) == {"r": (attempt, 6), "s": (0, 4)}
+    assert await commit_one(transport, s, credit(11), request_id="s") == Outcome.FULL  # there is none even without it
+    assert await credits_of(bench, POOL) == {"r": (attempt, 6), "s": (0, 4)}
+    assert await commit_one(transport, s, credit(5), request_id="s") == Outcome.OK
+    assert await credits_of(bench, POOL) == {"s": (0, 5)}
+
+
+async def test_whoever_comes_back_asks_again_for_a_credit_that_made_way(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(6)) == Outcome.OK
+    await transport.hand_back([r])
+    assert await commit_one(transport, s, credit(6), request_id="s") == Outcome.OK
+    again = await take_one(transport, "prefill")
+    assert await commit_one(transport, again, credit(6)) == Outcome.FULL
+    assert await commit_one(transport, again, GiveCredit()) == Outcome.OK
+    assert await commit_one(transport, again, credit(4)) == Outcome.OK
+    assert await credits_of(bench, POOL) == {"r": (0, 4), "s": (0, 6)}
+
+
+async def test_a_credit_whose_entry_was_taken_over_counts(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(6)) == Outcome.OK
+    await transport.hand_back([r])
+    assert (await take_one(transport, "prefill")).entry_id == r.entry_id
+    assert await commit_one(transport, s, credit(6), request_id="s") == Outcome.FULL
+
+
+@pytest.mark.parametrize("how", WAYS_TO_LET_GO)
+async def test_a_credit_counts_from_the_plan_on_whatever_happens_to_its_entry(bench: Bench, how: str) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(6), Plan(1, "batch", b"prefilled")) == Outcome.OK
+    await let_go(bench, transport, r, how)
+    # But a request that was sent back begins its prompt again.
+    expected = Outcome.OK if how == "sent back" else Outcome.FULL
+    assert await commit_one(transport, s, credit(6), request_id="s") == expected
 
 
 # The way back to prefill
@@ -599,8 +677,8 @@ async def test_the_credit_goes_along_with_the_new_attempt(bench: Bench) -> None:
     assert await commit_one(transport, s, credit(4), request_id="s") == Outcome.OK
     assert await restarted(transport, r) == Outcome.OK
     assert await credits_of(bench, POOL) == {"r": (1, 6), "s": (0, 4)}
-    assert await commit_one(transport, s, credit(5), request_id="s") == Outcome.FULL
     again = await take_one(transport, "prefill")
+    assert await commit_one(transport, s, credit(5), request_id="s") == Outcome.FULL
     assert await commit_one(transport, again, credit(7), attempt=1) == Outcome.FULL
     assert await commit_one(transport, again, credit(5), attempt=1) == Outcome.OK
     assert await credits_of(bench, POOL) == {"r": (1, 5), "s": (0, 4)}
@@ -640,7 +718,7 @@ async def test_a_restart_that_is_sent_again_happens_once(bench: Bench) -> None:
 async def test_only_the_holder_sends_a_request_back(bench: Bench) -> None:
     a, b = await bench.join("a"), await bench.join("b", lease_s=BRIEF_LEASE_S)
     old = await held(a)
-    new = await take_one(b, "tokenizer")
+    new = await take_one(b, "prefill")
     assert await restarted(a, old) == Outcome.FENCED
     assert await restarted(b, new, 2, under=1) == Outcome.FENCED
     assert await a.queue_length("prefill", "returned") == 0

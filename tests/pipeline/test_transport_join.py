@@ -9,14 +9,17 @@ from pipeline.transport import (
     Delivery,
     Effect,
     Finish,
+    GiveCredit,
     Outcome,
     Plan,
     Publish,
     Restart,
+    TakeCredit,
     Transaction,
     Transport,
 )
-from tests.pipeline.benches import Bench, take, take_one
+from tests.pipeline.benches import BRIEF_LEASE_S, Bench, take, take_one
+from tests.pipeline.pools import join_pool
 
 PLAN = Plan(3, "interactive", b"prefilled")
 CHUNKS = tuple(AddChunk(index, b"ref %d" % index) for index in range(3))
@@ -62,18 +65,44 @@ async def test_all_parts_in_one_call_join_once(bench: Bench, order: tuple[Effect
 async def test_parts_that_come_again_do_not_join_again(bench: Bench) -> None:
     transport = await bench.join()
     delivery = await running(transport)
-    again = AddChunk(1, b"another blob of chunk 1")
     assert await transport.commit([step(delivery, CHUNKS[1])]) == [Outcome.OK]
     assert await transport.commit([step(delivery, CHUNKS[1])]) == [Outcome.OK]
-    assert await transport.commit([step(delivery, again)]) == [Outcome.DUPLICATE]
     assert await decode_entries(transport) == 0
     await transport.commit([step(delivery, *CHUNKS, PLAN)])
     assert await decode_entries(transport) == 1
-    assert await transport.commit([step(delivery, again)]) == [Outcome.DUPLICATE]
+    assert await transport.commit([step(delivery, CHUNKS[1])]) == [Outcome.OK]
     assert await transport.commit([step(delivery, *CHUNKS, PLAN)]) == [Outcome.OK]
     assert await transport.commit([step(delivery, Plan(1, "batch", b"other"))]) == [Outcome.OK]
     assert await decode_entries(transport) == 1
-    assert (await transport.chunks("r", 0))[1] == b"ref 1"
+
+
+async def test_a_chunk_takes_the_place_of_an_earlier_one(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await running(transport)
+    await transport.commit([step(delivery, CHUNKS[0], CHUNKS[1])])
+    again = AddChunk(1, b"another blob of chunk 1")
+    assert await transport.commit([step(delivery, again)]) == [Outcome.OK]
+    assert await transport.chunks("r", 0) == {0: b"ref 0", 1: again.ref}
+    await transport.commit([step(delivery, CHUNKS[2], PLAN)])
+    assert await transport.commit([step(delivery, CHUNKS[1])]) == [Outcome.OK]
+    assert await transport.chunks("r", 0) == {0: b"ref 0", 1: b"ref 1", 2: b"ref 2"}
+    assert await decode_entries(transport) == 1
+
+
+async def test_a_substitute_completes_a_plan_and_takes_nobodys_place(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await running(transport)
+    substitute = AddChunk(1, b"nothing to read", substitute=True)
+    assert await transport.commit([step(delivery, CHUNKS[0], substitute, PLAN)]) == [Outcome.OK]
+    assert await transport.commit([step(delivery, substitute)]) == [Outcome.OK]
+    assert await transport.commit([step(delivery, AddChunk(1, b"another", substitute=True))]) == [Outcome.DUPLICATE]
+    assert await transport.chunks("r", 0) == {0: b"ref 0", 1: b"nothing to read"}
+    assert await decode_entries(transport) == 0
+    assert await transport.commit([step(delivery, CHUNKS[1])]) == [Outcome.OK]
+    assert await transport.commit([step(delivery, substitute)]) == [Outcome.DUPLICATE]
+    assert await transport.chunks("r", 0) == {0: b"ref 0", 1: b"ref 1"}
+    assert await transport.commit([step(delivery, AddChunk(2, b"2", substitute=True))]) == [Outcome.OK]
+    assert await decode_entries(transport) == 1
 
 
 async def test_the_first_plan_stays(bench: Bench) -> None:
@@ -232,3 +261,57 @@ async def test_chunks_of_the_old_attempt_come_too_late(bench: Bench) -> None:
     assert await transport.commit([end]) == [Outcome.OK]
     assert await transport.chunks("r", 1) == {}
     assert await bench.leftovers() == []
+
+
+# With a credit
+
+
+CREDIT = TakeCredit(1, max_bytes=10, max_requests=9)
+
+
+async def test_whoever_takes_credit_begins_the_prompt(bench: Bench) -> None:
+    a, b = await bench.join("a"), await bench.join("b", lease_s=BRIEF_LEASE_S)
+    await a.commit([step(await running(a), CREDIT, *CHUNKS[:2], Plan(3, "batch", b"old plan"))])
+    delivery = await take_one(b, "tokenizer")
+    assert await b.commit([step(delivery, CREDIT)]) == [Outcome.OK]
+    assert await b.chunks("r", 0) == {}
+    assert await b.commit([step(delivery, *CHUNKS)]) == [Outcome.OK]
+    assert await decode_entries(b) == 0
+    assert await b.commit([step(delivery, PLAN)]) == [Outcome.OK]
+    assert [d.payload for d in await b.receive("decode", 5, block_s=0)] == [b"prefilled"]
+
+
+async def test_what_decode_has_got_under_an_attempt_does_not_begin_again(bench: Bench) -> None:
+    transport = await bench.join()
+    delivery = await running(transport)
+    await transport.commit([step(delivery, CREDIT, *CHUNKS, PLAN)])
+    assert await transport.commit([step(delivery, CREDIT)]) == [Outcome.OK]
+    assert await transport.chunks("r", 0) == {0: b"ref 0", 1: b"ref 1", 2: b"ref 2"}
+    assert await transport.commit([step(delivery, *CHUNKS, PLAN)]) == [Outcome.OK]
+    assert await decode_entries(transport) == 1
+
+
+async def test_chunks_in_another_pool_than_that_of_the_credit_are_not_stored(bench: Bench) -> None:
+    here, there = await bench.join("here"), await join_pool(bench, "pool-2")
+    delivery = await running(here)
+    await here.commit([step(delivery, CREDIT, Plan(1, "batch", b"prefilled"))])
+    await there.admit("s", "interactive", b"work")
+    other = await take_one(there, "tokenizer")
+    lost = Transaction(other, "r", 0, (AddChunk(0, b"from there"),), ack=True)
+    assert await there.commit([lost]) == [Outcome.DUPLICATE]
+    assert await here.chunks("r", 0) == {}
+    assert await decode_entries(here) == 0
+    assert await here.commit([step(delivery, AddChunk(0, b"from here"))]) == [Outcome.OK]
+    assert await here.chunks("r", 0) == {0: b"from here"}
+    assert await decode_entries(here) == 1
+
+
+async def test_chunks_of_a_request_without_credit_are_stored_wherever_they_come_from(bench: Bench) -> None:
+    here, there = await bench.join("here"), await join_pool(bench, "pool-2")
+    delivery = await running(here)
+    assert await here.commit([step(delivery, CREDIT, GiveCredit())]) == [Outcome.OK]
+    await there.admit("s", "interactive", b"work")
+    other = await take_one(there, "tokenizer")
+    chunk = Transaction(other, "r", 0, (AddChunk(0, b"from there"),), ack=True)
+    assert await there.commit([chunk]) == [Outcome.OK]
+    assert await here.chunks("r", 0) == {0: b"from there"}

@@ -182,10 +182,10 @@ async def holds_registered(transport) -> None:
 def test_a_heartbeat_whose_renewals_break_ends_and_the_stage_is_told(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = Path(f"{settings.home}/called")
+    called = settings.home / "called"
 
     async def breaks(self: RedisRenewal, deliveries: Sequence[Delivery]) -> list[bool]:
-        calls.touch()
+        os.close(os.open(called, os.O_CREAT))  # in the other process
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(RedisRenewal, "renew", breaks)
@@ -198,5 +198,5 @@ def test_a_heartbeat_whose_renewals_break_ends_and_the_stage_is_told(
             await asyncio.wait_for(beat.run(), DEADLINE_S)
 
     asyncio.run(stage())
-    assert calls.exists()
+    assert called.exists()
     os.waitpid(-1, 0)
