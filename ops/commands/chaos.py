@@ -11,7 +11,7 @@ import typer
 from ops.chaos.rows import chosen
 from ops.chaos.runner import ChaosOptions, run_rows
 from ops.chaos.table import markdown, table
-from ops.commands.common import EXIT_FAILED, ModelOption, command_settings, execute, output_console
+from ops.commands.common import EXIT_FAILED, command_settings, execute, output_console
 from ops.measuring import checked_model
 from pipeline.errors import SluiceError
 from pipeline.settings import Settings
@@ -19,7 +19,7 @@ from pipeline.settings import Settings
 EXAMPLES = """\b
 Examples:
   sluice chaos F4 F20
-  sluice chaos > faults.md           (a table in Markdown where the output is no terminal)
+  sluice chaos > table.md            (a table in Markdown where the output is no terminal)
   sluice chaos --long --json > chaos.jsonl
 """
 
@@ -28,7 +28,10 @@ def chaos(
     *,
     rows: Annotated[list[str] | None, typer.Argument(metavar="ROW...", help="Rows such as F4; all by default.")] = None,
     long: Annotated[bool, typer.Option("--long", help="Also what takes minutes.")] = False,
-    model: ModelOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Run all rows on this one. [default: a tiny one, F41 on SLUICE_MODEL]"),
+    ] = None,
     keep_logs: Annotated[Path | None, typer.Option(help="Directory that gets the logs of all processes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each row.")] = False,
 ) -> None:

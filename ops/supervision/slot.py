@@ -52,6 +52,7 @@ class Slot:
         self._process: ChildProcess | None = None
         self._started_at = self._ready_at = 0.0
         self._backing_off = False
+        self._ended_by_signal = False
         self._num_restarts = 0
         self._spawning = asyncio.Lock()  # whoever holds it may start a process, or say that none is started any more
 
@@ -154,7 +155,9 @@ class Slot:
                 process.kill()
                 await ended
                 return f"was not ready after {timeout_s:.0f} s"
-            return describe_exit(await ended)
+            code = await ended
+            self._ended_by_signal = code < 0
+            return describe_exit(code)
         finally:
             ready.cancel()
             ended.cancel()
@@ -162,7 +165,11 @@ class Slot:
     def _delay_after(self, problem: str) -> float:
         was_ready = self.ready.is_set()
         self.ready.clear()
-        delay_s = self._crashes.died(was_ready=was_ready, ready_s=time.monotonic() - self._ready_at)
+        # A message that kills its readers may do so before anybody sees that the process was ready. What is wrong with
+        # a start, on the other hand, ends it with a code.
+        excused = self.ever_ready and self._ended_by_signal
+        ready_s = time.monotonic() - self._ready_at if was_ready else 0.0
+        delay_s = self._crashes.died(was_ready=was_ready or excused, ready_s=ready_s)
         if delay_s is None or (self.final_if_unready and not was_ready):
             num_deaths = self._crashes.num_deaths
             times = f", {num_deaths} times in a row" if num_deaths > 1 else ""

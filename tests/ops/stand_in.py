@@ -5,6 +5,7 @@ held        ready; told to end, says so in DIRECTORY/asked, ends when DIRECTORY/
 stubborn    ready, ignores SIGTERM, and has a child of its own
 broken      says two things and ends before it is ready
 flawed      ready the first time, broken from the second start on
+poisoned    ready the first time, killed before it is ready on the next five starts, then steady
 mute        never ready
 """
 
@@ -48,6 +49,11 @@ def main() -> None:
     if mode == "broken" or (mode == "flawed" and (directory / "flawed").exists()):
         print("reading the model")
         sys.exit("the model has a hole")
+    if mode == "poisoned":
+        num_starts = len(list(directory.glob("start-*")))
+        (directory / f"start-{num_starts}").touch()
+        if 1 <= num_starts <= 5:
+            os.kill(os.getpid(), signal.SIGKILL)
     on_term: dict[str, Callable[..., object] | signal.Handlers] = {
         "stubborn": signal.SIG_IGN,
         "held": lambda *_: leave(directory),

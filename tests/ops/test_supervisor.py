@@ -119,6 +119,19 @@ async def test_process_that_cannot_come_back_fails_the_stack(tmp_path: Path) -> 
     assert failure.last_lines[-1] == "the model has a hole"
 
 
+async def test_process_that_is_killed_before_anybody_sees_it_ready_does_not_end_the_stack(tmp_path: Path) -> None:
+    """As by a message that kills its reader: it waits for the reader, and may be faster than who looks."""
+    supervisor = make_supervisor(tmp_path, ["a: poisoned"])
+    async with started(supervisor):
+        await ready(supervisor)
+        os.kill(pids(supervisor)[0], signal.SIGKILL)
+        await holds(lambda: supervisor.states()[0].num_restarts == 6)
+        await ready(supervisor)
+        failed = asyncio.ensure_future(supervisor.wait_failed())
+        assert not failed.done()
+        failed.cancel()
+
+
 async def test_unknown_readiness_is_not_a_death(tmp_path: Path) -> None:
     supervisor = make_supervisor(tmp_path, ["a: steady"])
     list_ready = supervisor._list_ready

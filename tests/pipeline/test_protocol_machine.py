@@ -30,7 +30,19 @@ from pipeline.errors import UnknownRequest
 from pipeline.keys import PRIORITIES, STAGES, Priority
 from pipeline.redis_receive import START
 from pipeline.redis_streams import RedisStreams
-from pipeline.transport import Accepted, Busy, Delivery, Exists, Outcome, Publish, Restart, Transaction
+from pipeline.transport import (
+    Accepted,
+    AddChunk,
+    Busy,
+    Delivery,
+    Emit,
+    Exists,
+    Outcome,
+    Publish,
+    Restart,
+    TakeCredit,
+    Transaction,
+)
 from tests.leftovers import delete_keys, keys_that_stay
 from tests.pipeline.protocol_draws import (
     MAX_BYTES,
@@ -452,13 +464,13 @@ BRIEF = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=50,
     report_multiple_bugs=False,
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large),
 )
 LONG = settings(BRIEF, derandomize=False, max_examples=2_000, stateful_step_count=80)
-FIRST_FAILURE = settings(BRIEF, phases=(Phase.generate,))
+FIRST_FAILURE = settings(BRIEF, max_examples=200, phases=(Phase.generate,))
 """Nobody reads how a protocol without a rule fails: no time is spent on a shorter way there."""
 
 
@@ -479,6 +491,27 @@ def test_the_server_does_what_the_protocol_promises(ground: Ground) -> None:
 @pytest.mark.timeout(3600)
 def test_the_server_does_what_the_protocol_promises_for_long(ground: Ground) -> None:
     run_machine(ground, LONG)
+
+
+def test_what_is_sent_again_says_of_each_transaction_what_became_of_it(ground: Ground) -> None:
+    keys, who = ground.new_keys(), Who("a", POOLS[0])
+    transport = ground.transport(who, keys, MAX_QUEUE)
+    ground.run(transport.admit("r", "batch", b"work"))
+    [delivery] = ground.run(transport.receive("tokenizer", 1, block_s=0))
+    effects = (
+        AddChunk(0, b"x"),
+        Emit(b"follows nothing", 1, 1),
+        AddChunk(0, b"y", substitute=True),
+        TakeCredit(1, 0, 0),
+        Publish("prefill", "batch", b"next"),
+    )
+    call = [Transaction(delivery, "r", 0, (effect,), ack=False) for effect in effects]
+    outcomes = [Outcome.OK, Outcome.FENCED, Outcome.DUPLICATE, Outcome.FULL, Outcome.OK]
+    assert ground.run(transport.commit(call)) == outcomes
+    reply = ground.run(ground.commands.execute_command(*ground.commands.last_words))
+    assert [Outcome(word.decode()) for word in reply] == outcomes
+    assert ground.run(transport.queue_length("prefill", "batch")) == 1
+    ground.run(delete_keys(ground.raw, keys.namespace))
 
 
 @pytest.mark.parametrize(("old", "new"), RULES.values(), ids=RULES)
