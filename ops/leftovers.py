@@ -64,7 +64,9 @@ class Leftovers:
         doomed: list[bytes] = []
         start = b"-"
         while entries := await self._redis.xrange(stream, start, b"+", PAGE):
-            doomed += [entry_id for entry_id, fields in entries if _request_id(stage, fields[b"p"]) in request_ids]
+            doomed += [
+                entry_id for entry_id, fields in entries if _request_id(stage, fields.get(b"p", b"")) in request_ids
+            ]
             start = b"(" + entries[-1][0]
         if doomed:
             # Undelivered entries too: it costs the server its estimate of the lag, which nothing here reads.
