@@ -81,7 +81,12 @@ class Leftovers:
 
 def is_dead_here(process: Process) -> bool:
     """Return whether a registered process was one of this host and has ended without a goodbye."""
-    host, pid = host_and_pid(process.consumer)
+    return has_died_here(process.consumer)
+
+
+def has_died_here(consumer: str) -> bool:
+    """Return whether a consumer's name is that of a process of this host that does not run any more."""
+    host, pid = host_and_pid(consumer)
     return host == socket.gethostname() and pid is not None and not _is_alive(pid)
 
 

@@ -13,7 +13,7 @@ from pipeline.dead_letters import Letter, OpenLetter
 from pipeline.messages import GenerateRequest, PrefilledPrompt, RawChunk, TokenizedPrompt, WorkItem
 
 MIN_REASON_CHARS = 20
-COLUMNS = ("letter", "when", "tries", "request", "reason")
+COLUMNS = ("letter", "when", "delivered", "request", "reason")
 CONTENTS = frozenset(
     {"kind", "priority", "model", "params", "max_tokens", "speculate", "chunk_index", "start_token", "stamps"}
 )
@@ -103,7 +103,7 @@ def _facts(opened: OpenLetter, state: str | None) -> Iterator[tuple[str, str]]:
     yield "letter", str(letter.id)
     yield "when", _when(letter).strftime("%Y-%m-%d %H:%M:%S %z")
     yield "reason", letter.reason
-    yield "tries", f"{letter.tries}, as entry {letter.entry} of {letter.stream}"
+    yield "delivered", f"{letter.tries} times, as entry {letter.entry} of {letter.stream}"
     if letter.request_id is not None:
         now = "is not known any more" if state is None else f"is {state} now"
         yield "request", f"{letter.request_id}, attempt {letter.attempt}, {now}"

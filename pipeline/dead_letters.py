@@ -68,7 +68,10 @@ class LetterId:
         parts = entry_id.split("-")
         digits = len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) <= 20 for part in parts)
         if stage not in STAGES or not digits or max(map(int, parts)) > _MAX_ID_PART:
-            raise InvalidRequest("letter", f"{text[:60]!r} is not STAGE:ENTRY, such as decode:1764470000000-0")
+            known = ", ".join(STAGES)
+            raise InvalidRequest(
+                "letter", f"{text[:60]!r} is not STAGE:ENTRY, such as decode:1764470000000-0, with a stage of {known}"
+            )
         return cls(stage, *map(int, parts))
 
     @property

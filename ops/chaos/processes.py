@@ -169,11 +169,20 @@ async def all_ready(stack: Stack) -> None:
 
 def is_running(pid: int) -> bool:
     """Return whether a process runs; one that has ended and waits for its parent does not."""
+    return _state_of(pid) not in {None, "Z", "X"}
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, or has ended."""
+    return _state_of(pid) in {None, "Z", "X", "T", "t"}
+
+
+def _state_of(pid: int) -> str | None:
+    """One letter, as proc(5) has it."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in {"Z", "X"}
+        return None
 
 
 async def gone(pids: Mapping[str, int], timeout_s: float = END_TIMEOUT_S) -> None:

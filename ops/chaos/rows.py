@@ -46,5 +46,9 @@ def chosen(ids: list[str]) -> list[Row]:
     wanted = {name.upper() for name in ids}
     if unknown := wanted - {row.id.upper() for row in ROWS}:
         names = ", ".join(row.id for row in ROWS)
-        raise InvalidRequest("row", f"there is no {', '.join(sorted(unknown))}; there are {names}")
+        raise InvalidRequest(
+            "row",
+            f"there is no {', '.join(sorted(unknown))}; there are {names} (docs/faults.md says where the others of the "
+            "matrix are)",
+        )
     return [row for row in ROWS if not wanted or row.id.upper() in wanted]

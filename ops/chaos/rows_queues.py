@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+from redis.asyncio import Redis
 
 from kv_store.pool import FilePool
 from ops.chaos import deadly
@@ -100,11 +101,13 @@ async def f34(lab: Lab) -> None:
         trial.mark()
         with FilePool.open(trial.settings.pool_dir, trial.settings.kv_pool_bytes) as pool:
             pool_id = pool.pool_id
-        for stage in STAGES:
-            stream = trial.keys.stream(stage, "interactive", pool_id if stage in POOLED_STAGES else None)
-            for payload in _strange_payloads():
-                await trial.redis.xadd(stream, {"p": payload})
-            await trial.redis.xadd(stream, {"q": b"no payload at all"})
+        # A client of its own: so many bytes take longer than an answer may.
+        async with Redis.from_url(str(trial.settings.redis_url), protocol=2, socket_timeout=TIMEOUT_S) as client:
+            for stage in STAGES:
+                stream = trial.keys.stream(stage, "interactive", pool_id if stage in POOLED_STAGES else None)
+                for payload in _strange_payloads():
+                    await client.xadd(stream, {"p": payload})
+                await client.xadd(stream, {"q": b"no payload at all"})
         trial.send(asks)
         await trial.judge(recovers=False)
         wanted = 1 + sum(1 for _ in _strange_payloads())

@@ -11,14 +11,15 @@ from kv_store.layout import PAGE_TOKENS
 from ops.chaos.asks import SOON_TOKENS, long_answers, long_prompts
 from ops.chaos.history import Seen
 from ops.chaos.lab import CHUNK_TOKENS, LEASE_S, Lab
-from ops.chaos.processes import gone, is_running, pids_of
+from ops.chaos.processes import gone, is_stopped, pids_of
 from ops.chaos.row import Row
 from ops.chaos.trial import TIMEOUT_S, Trial
 from ops.stack import GRACE_S
 from pipeline.counters import KV_RECOMPUTED_TOKENS, REQUESTS_TAKEN_OVER, TOKENS_REPLAYED
 from pipeline.keys import HANG_LEASES
 
-MAX_TRIES = 6  # at hitting a moment of microseconds
+MAX_TRIES = 3  # at hitting a moment of microseconds among dozens
+WRITES_S = 20.0
 LONG_LEASE_S = 30.0  # so long that nobody waits for it by chance
 SLOW_STEP_S = 0.03  # so that long answers take longer than a stage may go on with them
 TWO_DECODE = {"decode": 2}
@@ -215,27 +216,32 @@ async def _taken_over(trial: Trial) -> None:
 
 
 async def _killed_while_writing(trial: Trial) -> bool:
-    """Kill prefill the moment an unfinished blob is in the pool; whether it stayed unfinished."""
+    """Kill prefill while an unfinished blob of its is in the pool; whether that came about."""
     pids = pids_of(trial.stack)
     trial.stopped.stop(pids["compressor"])  # so that nobody else writes
-    sent = trial.send(long_prompts(trial.lab, 2))
-    unfinished = await asyncio.to_thread(_kill_at_unfinished, trial.settings.pool_dir, pids["prefill"])
+    sent = trial.send(long_prompts(trial.lab, 4))
+    trial.may_die = True
+    killed = await asyncio.to_thread(_kill_at_unfinished, trial.settings.pool_dir, pids["prefill"])
     trial.stopped.resume(pids["compressor"])
     await trial.judge(sent, recovers=False)
     await trial.ready()
-    return unfinished
+    return killed
 
 
 def _kill_at_unfinished(pool: Path, pid: int) -> bool:
-    """Look all the time: a blob is unfinished for some hundred microseconds."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not _has_unfinished(pool):
-        if time.monotonic() > deadline:
-            return False
-    os.kill(pid, signal.SIGKILL)
-    while is_running(pid):
-        pass
-    return _has_unfinished(pool)
+    """Look all the time, since a blob is unfinished for some hundred microseconds; stop the writer, and look again."""
+    deadline = time.monotonic() + WRITES_S
+    while time.monotonic() < deadline:
+        if not _has_unfinished(pool):
+            continue
+        os.kill(pid, signal.SIGSTOP)
+        while not is_stopped(pid):
+            pass
+        if _has_unfinished(pool):
+            os.kill(pid, signal.SIGKILL)
+            return True
+        os.kill(pid, signal.SIGCONT)
+    return False
 
 
 def _has_unfinished(pool: Path) -> bool:

@@ -18,7 +18,7 @@ from pipeline.overview import KvState, Overview, ServerState
 from pipeline.queue_state import QueueState
 
 GOOD, WARN, BAD, DIM = "green", "yellow", "bold red", "dim"
-STATE_STYLE = {"ready": GOOD, "registered": GOOD, "starting": WARN, "stopping": WARN, "backing_off": BAD}
+STATE_STYLE = {"ready": GOOD, "registered": GOOD, "starting": WARN, "stopping": WARN, "gone": WARN, "backing_off": BAD}
 
 
 def page(status: StackStatus) -> RenderableType:

@@ -14,6 +14,7 @@ from pathlib import Path
 from kv_store.pool import FilePool
 from ops.control.client import NotUp, ask_status
 from ops.finding import FoundStack
+from ops.leftovers import has_died_here
 from ops.supervision.procfile import default_procfile, read_procfile
 from ops.supervision.slot_status import SlotStatus
 from pipeline.connect import open_client
@@ -36,7 +37,7 @@ class ProcessRow:
     pid: int | None
     host: str | None
     state: str
-    """The supervisor's word where it is of this home, else `registered`."""
+    """The supervisor's word where it is of this home, else `registered`, or `gone` for one of this host that died."""
     renewed_s: float | None
     """Since it renewed its registration; None where it has none."""
     num_restarts: int | None
@@ -173,7 +174,7 @@ def _registered_row(process: ProcessState) -> ProcessRow:
         name=process.stage,
         pid=process.pid,
         host=process.host,
-        state="registered",
+        state="gone" if has_died_here(process.consumer) else "registered",
         renewed_s=_age_s(process),
         num_restarts=None,
         uptime_s=None,

@@ -122,8 +122,8 @@ class Sweeper:
             await self.audit(pool_id)
 
     def _deadline_exceeded(self) -> bytes:
-        problem = "was not finished by its deadline, and was given up"
-        failure = Failure(stage=self._stage, code="deadline_exceeded", message=problem, retryable=True)
+        problem = "the request was not finished within its time limit, and was given up"
+        failure = Failure(stage="deadline", code="deadline_exceeded", message=problem, retryable=True)
         stamps = (Stamp(boundary=FINISHED, at_us=now_us(), by=self._transport.consumer),)
         return wire.pack(Terminal(finish_reason="error", failure=failure, stamps=stamps))
 

@@ -223,7 +223,8 @@ class DecodeStage:
             if outcome in _OVER or outcome in _KEPT:
                 over.append(message)
             if outcome not in _KEPT and self._running.pop(key, None) is not None:
-                self._counters.add(names.COMMITS_REFUSED)
+                if outcome is Outcome.FENCED:  # else it was cancelled, which is nothing rare
+                    self._counters.add(names.COMMITS_REFUSED)
                 log.info("request_dropped", request_id=transaction.request_id, outcome=outcome)
         async with self._changed:
             self._changed.notify_all()

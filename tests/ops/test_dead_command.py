@@ -105,7 +105,7 @@ def test_list_has_a_line_for_each_letter_newest_last() -> None:
     result = sluice("dead", "list")
     assert (result.exit_code, result.stderr) == (0, "")
     head, *rows = [line.split() for line in result.stdout.splitlines()]
-    assert head == ["letter", "when", "tries", "request", "reason"]
+    assert head == ["letter", "when", "delivered", "request", "reason"]
     assert [row[0] for row in rows] == letters
     assert [row[3:5] for row in rows] == [["1", f"r-{stage}"] for stage in STAGES]
     assert {" ".join(row[5:]) for row in rows} == {"too_many_tries: given up after 5 tries"}
@@ -151,7 +151,7 @@ def test_show_tells_everything_but_the_prompt(stage: str) -> None:
     assert (facts["letter"], facts["reason"]) == (letter, "too_many_tries: given up after 5 tries")
     assert facts["request"] == "r, attempt 3, is failed now"
     assert facts["priority"] == "batch"
-    assert facts["tries"].startswith("1, as entry ")
+    assert facts["delivered"].startswith("1 times, as entry ")
     if stage == "compressor":
         assert facts["chunk"] == "0, from token 0"
     else:

@@ -145,7 +145,7 @@ class TransactionDraws:
         return AddChunk(self._one_of(0, 0, 1, 1, 2), self._one_of(b"x", b"y"), self._one_of(False, True))
 
     def _credit(self) -> TakeCredit:
-        num_bytes, max_bytes = self._one_of(1, 3, 3, 5, MAX_BYTES), self._one_of(MAX_BYTES, MAX_BYTES, MAX_BYTES, 5)
+        num_bytes, max_bytes = self._one_of(1, 4, 5, 5, MAX_BYTES), self._one_of(MAX_BYTES, MAX_BYTES, MAX_BYTES, 5)
         return TakeCredit(num_bytes, max_bytes, self._one_of(MAX_REQUESTS, MAX_REQUESTS, 1))
 
     def _payload(self, request_id: str, attempt: int) -> bytes:

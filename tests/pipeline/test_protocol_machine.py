@@ -67,7 +67,7 @@ NUM_CALLS = 4  # commits that may be sent again
 MAX_AT_ONCE = 100  # more than a machine ever has in a stage
 
 CALM = (*("work",) * 8, *("take",) * 4, *("work on many",) * 2, "admit", "commit again", "change lease")
-TROUBLED = (*CALM, *("receive",) * 3, *("work on many",) * 3, *("commit again", "change lease") * 2)
+TROUBLED = (*CALM, *("receive", "work on many", "change lease") * 3, *("commit again",) * 2)
 STORMY = (*TROUBLED, *("misfortune",) * 6)
 """What a run is made of, in these parts."""
 
@@ -279,7 +279,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         return [Held(worker, delivery, entry) for delivery, entry in zip(deliveries, entries, strict=True)]
 
     def change_lease(self, data: st.DataObject) -> None:
-        what = data.draw(any_of("its lease ends", "renew", "hand back"))
+        what = data.draw(any_of("its lease ends", "its lease ends", "hand back", "renew"))
         held = self._draw_held(data)
         worker = self._draw_speaker(data, held)
         twice = [held.delivery] * 2

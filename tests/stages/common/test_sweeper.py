@@ -181,7 +181,7 @@ async def test_a_request_that_is_given_up_says_where_and_why(transport: RedisStr
     assert terminal.finish_reason == "error"
     assert terminal.failure is not None
     assert (terminal.failure.stage, terminal.failure.code, terminal.failure.retryable) == (
-        "decode",
+        "deadline",
         "deadline_exceeded",
         True,
     )
