@@ -114,7 +114,7 @@ async def test_a_process_that_would_compute_other_bits_refuses_to_start(
 ) -> None:
     other_model = {"SLUICE_MODEL": str(tiny_models[1])}
     others = {("decode", "codec"): {"SLUICE_KV_CODEC": "raw"}}
-    others |= {(stage, "model"): other_model for stage in ("decode", "tokenizer", "compressor")}
+    others |= {(stage, "model"): other_model for stage in ("tokenizer", "compressor")}
     processes = {
         (stage, part): await asyncio.create_subprocess_exec(
             sys.executable,
