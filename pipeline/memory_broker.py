@@ -79,7 +79,7 @@ class MemoryBroker:
         self.dead: dict[str, deque[Dead]] = {}
         self.finished: deque[FinishedRequest] = deque(maxlen=MAX_FINISHED)
         self.registrations: dict[tuple[str, str], tuple[bytes, float]] = {}
-        self.credits = MemoryCredits(self._waits)
+        self.credits = MemoryCredits(self._waits, self._void)
         self._num_entries = 0
 
     def request(self, request_id: str) -> Request | None:
@@ -224,6 +224,11 @@ class MemoryBroker:
     def _waits(self, entry: tuple[str, str], lease_s: float) -> bool:
         found = self.streams.get(entry[0], {}).get(entry[1])
         return found is None or self._rank(found, lease_s) is not None
+
+    def _void(self, entry: tuple[str, str]) -> None:
+        found = self.streams.get(entry[0], {}).get(entry[1])
+        if found is not None and found.nonce is not None:
+            found.nonce = ""
 
     def _restart(self, transaction: Transaction, request: Request, restart: Restart) -> None:
         request.attempt, request.plan, request.chunks, request.joined = restart.attempt, None, {}, False

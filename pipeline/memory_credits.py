@@ -24,10 +24,11 @@ class Credit:
 class MemoryCredits:
     """The credits of all pools."""
 
-    def __init__(self, waits: Callable[[Entry, float], bool]) -> None:
-        """`waits` says whether nobody works on an entry, given how long a lease lasts."""
+    def __init__(self, waits: Callable[[Entry, float], bool], void: Callable[[Entry], None]) -> None:
+        """`waits` says whether nobody works on an entry, given how long a lease lasts; `void` ends a claim of one."""
         self.by_pool: dict[str, dict[str, Credit]] = {}
         self._waits = waits
+        self._void = void
 
     def has_room(self, transaction: Transaction, wanted: TakeCredit, options: TransportOptions) -> bool:
         """Return whether the request may have its credit, if those that only wait make way."""
@@ -41,6 +42,9 @@ class MemoryCredits:
         """Give the request its credit, tied to the entry under which it is asked for."""
         request_id = transaction.request_id
         revoked = [] if self._suffices(request_id, wanted, options) else self._revoked(transaction, wanted, options)
+        for owner in revoked:
+            if (tie := self._of(options)[owner].entry) is not None:
+                self._void(tie)  # a holder that was away for a lease must not go on without credit
         for owner in [*revoked, request_id]:
             self.drop(owner)
         entry = (transaction.delivery.stream, transaction.delivery.entry_id)

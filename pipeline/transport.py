@@ -109,8 +109,8 @@ class TakeCredit:
 
     A credit belongs to the request's state: it ends with the request, or when it is given back. One that the request
     has already is enough if it is large enough. Until the Plan, a credit counts only while somebody works on its entry;
-    one whose entry waits (its holder died, or handed it back) makes way for others. What an earlier holder stored of
-    the attempt is forgotten.
+    one whose entry waits (its holder died, or handed it back) makes way for others, and a holder that was only away has
+    lost its claim with it. What an earlier holder stored of the attempt is forgotten.
     """
 
     num_bytes: int

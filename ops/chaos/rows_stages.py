@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,13 +14,12 @@ from ops.chaos.history import Seen
 from ops.chaos.lab import CHUNK_TOKENS, LEASE_S, Lab
 from ops.chaos.processes import gone, is_stopped, pids_of
 from ops.chaos.row import Row
-from ops.chaos.trial import TIMEOUT_S, Trial
+from ops.chaos.trial import POLL_S, TIMEOUT_S, Trial
 from ops.stack import GRACE_S
 from pipeline.counters import KV_RECOMPUTED_TOKENS, REQUESTS_TAKEN_OVER, TOKENS_REPLAYED
 from pipeline.keys import HANG_LEASES
 
-MAX_TRIES = 3  # at hitting a moment of microseconds among dozens
-WRITES_S = 20.0
+MAX_TRIES = 12  # at hitting a moment of microseconds among dozens
 LONG_LEASE_S = 30.0  # so long that nobody waits for it by chance
 SLOW_STEP_S = 0.03  # so that long answers take longer than a stage may go on with them
 TWO_DECODE = {"decode": 2}
@@ -34,12 +34,12 @@ async def f2(lab: Lab) -> None:
     """Prefill dies before, after and during the write of a blob."""
     asks = long_prompts(lab)
     await lab.expected(asks)
-    async with lab.trial(fault="prefill.computed=kill@2,prefill.written=kill@4") as trial:
-        trial.send(asks)
-        await trial.judge()
-        trial.require_struck("prefill.computed", 1)
-        trial.require_struck("prefill.written", 1)
-        await trial.ready()
+    for point in ("prefill.computed", "prefill.written"):
+        async with lab.trial(fault=f"{point}=kill@4") as trial:
+            trial.send(asks)
+            await trial.judge()
+            trial.require_struck(point, 1)
+    async with lab.trial() as trial:
         for number in range(1, MAX_TRIES + 1):
             if await _killed_while_writing(trial):
                 lab.note(f"killed during a write at try {number}")
@@ -220,18 +220,28 @@ async def _killed_while_writing(trial: Trial) -> bool:
     pids = pids_of(trial.stack)
     trial.stopped.stop(pids["compressor"])  # so that nobody else writes
     sent = trial.send(long_prompts(trial.lab, 4))
+    await trial.accepted(sent)
     trial.may_die = True
-    killed = await asyncio.to_thread(_kill_at_unfinished, trial.settings.pool_dir, pids["prefill"])
+    written = threading.Event()
+    killing = asyncio.create_task(
+        asyncio.to_thread(_kill_at_unfinished, trial.settings.pool_dir, pids["prefill"], written)
+    )
+    deadline = time.monotonic() + TIMEOUT_S
+    while not killing.done() and await trial.queue_length("tokenizer") + await trial.queue_length("prefill"):
+        if time.monotonic() > deadline:
+            break  # judge() says what does not end
+        await asyncio.sleep(POLL_S)
+    written.set()
+    killed = await killing
     trial.stopped.resume(pids["compressor"])
     await trial.judge(sent, recovers=False)
     await trial.ready()
     return killed
 
 
-def _kill_at_unfinished(pool: Path, pid: int) -> bool:
+def _kill_at_unfinished(pool: Path, pid: int, written: threading.Event) -> bool:
     """Look all the time, since a blob is unfinished for some hundred microseconds; stop the writer, and look again."""
-    deadline = time.monotonic() + WRITES_S
-    while time.monotonic() < deadline:
+    while not written.is_set():
         if not _has_unfinished(pool):
             continue
         os.kill(pid, signal.SIGSTOP)

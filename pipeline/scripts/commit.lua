@@ -132,12 +132,24 @@ local function not_held(t)
   return 'fenced'
 end
 
--- The claim names the last transaction made under it as nonce:commit:number. Sent again, this call finds its
--- own name there, with the number of its last transaction for this entry.
-local function sent_before(t)
-  local prefix = t.nonce .. ':' .. commit .. ':'
+-- The claim names the last call that made something under it, and which of its transactions those were, as
+-- nonce:commit:1,2d,4 (2 was a duplicate). Sent again, that call finds its own name there, and what became of each.
+local function claim_of_this_call(t)
   local claim = redis.call('HGET', t.claims, t.id)
-  return string.sub(claim, 1, #prefix) == prefix and tonumber(string.sub(claim, #prefix + 1)) >= t.number
+  local prefix = t.nonce .. ':' .. commit .. ':'
+  return string.sub(claim, 1, #prefix) == prefix and claim or nil
+end
+
+local function sent_before(t)
+  local claim = claim_of_this_call(t)
+  local how = claim and string.match(claim .. ',', '[:,]' .. t.number .. '(d?),')
+  return how and (how == 'd' and 'duplicate' or 'ok')
+end
+
+local function note_made(t)
+  local claim = claim_of_this_call(t)
+  local made = claim and claim .. ',' or t.nonce .. ':' .. commit .. ':'
+  redis.call('HSET', t.claims, t.id, made .. t.number .. (t.duplicate and 'd' or ''))
 end
 
 -- A credit is `attempt:bytes` under the request's id. Until the prompt is computed, the stream and the id of the entry
@@ -187,8 +199,9 @@ local function refusal(t)
   if not held(t.stream, t.claims, t.group, t.id, t.nonce, consumer) then
     return not_held(t)
   end
-  if sent_before(t) then
-    return 'ok'
+  local outcome = sent_before(t)
+  if outcome then
+    return outcome
   end
   local request = redis.call('HMGET', t.request, 'state', 'attempt', 'n')
   if not request[1] or ENDED[request[1]] then
@@ -285,6 +298,9 @@ function WRITE.credit(t, e)
     redis.call('HDEL', before, e.request_id)
   end
   for _, id in ipairs(e.revoked or {}) do
+    -- A holder that was away for a lease must not go on without credit: its blobs would have no owner.
+    local stream, entry = string.match(redis.call('HGET', e.credits, id), ' (%S+) (%S+)$')
+    redis.call('HDEL', stream .. ':claims', entry)
     redis.call('HDEL', e.credits, id)
   end
   redis.call('HSET', t.request, 'credits', e.credits)
@@ -330,7 +346,7 @@ local function write(t)
   if t.ack then
     end_entry(t)
   else
-    redis.call('HSET', t.claims, t.id, t.nonce .. ':' .. commit .. ':' .. t.number)
+    note_made(t)
   end
   return t.duplicate and 'duplicate' or 'ok'
 end

@@ -1,6 +1,6 @@
 -- Shared by the scripts that need a claim; the loader puts it where they say `-- include: held.lua`.
 --
--- A claim is `nonce`, or `nonce:commit:number` after a transaction without ack was made under it.
+-- A claim is `nonce`, or `nonce:commit:numbers` after transactions without ack were made under it.
 -- held() is the fence: the entry carries this nonce, and is pending for this consumer. After XGROUP DESTROY
 -- the claim is still there but nothing is pending, and the entry will be delivered again: not held.
 local function same_claim(claim, nonce)

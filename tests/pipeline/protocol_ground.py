@@ -1,6 +1,7 @@
 """A server for machines (test_protocol_machine.py): its clients, their loop, and a connection that loses replies."""
 
 import asyncio
+import secrets
 from collections.abc import Coroutine
 from itertools import count
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from pipeline.errors import ServerUnreachable
 from pipeline.keys import Keys
 from pipeline.redis_streams import RedisStreams
 from pipeline.transport import TransportOptions
+from tests.leftovers import delete_keys
 from tests.pipeline.protocol_model import Entry, Picture, Queue, Who
 from tests.pipeline.protocol_view import LEASE_MS, SCRIPT, read_picture
 
@@ -49,14 +51,15 @@ class Ground:
         self.commands = RecordingRedis.from_url(url, protocol=2)
         self.raw: Any = Redis.from_url(url, protocol=2)
         self._readers = Redis.from_url(url, protocol=2)
-        self._numbers = count()
+        self._names: list[str] = []
         self._script = self.run(self.raw.script_load(SCRIPT))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(coroutine)
 
     def new_keys(self) -> Keys:
-        return Keys(f"machine{next(self._numbers)}")
+        self._names.append(f"m{secrets.token_hex(6)}")
+        return Keys(self._names[-1])
 
     def transport(self, who: Who, keys: Keys, max_queue: int) -> RedisStreams:
         """A consumer whose sweeps are always due, and whose patience for a lost reply is always at its end."""
@@ -97,7 +100,13 @@ class Ground:
         while await self.raw.time() < (began_at[0], began_at[1] - began_at[1] % 1000 + 1000):
             pass
 
+    async def clear(self) -> None:
+        """Delete what is left of all machines."""
+        while self._names:
+            await delete_keys(self.raw, self._names.pop())
+
     def close(self) -> None:
+        self.run(self.clear())
         for client in (self.commands, self._readers, self.raw):
             self.run(client.aclose())
         self._loop.close()

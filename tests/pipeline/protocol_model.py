@@ -370,11 +370,18 @@ class ProtocolModel:
             request.credit, request.home = None, None
             return
         for name in self._in_the_way(who.pool, request_id, effect) or ():
-            self.requests[name].credit = None
+            self._revoke(self.requests[name])
         if not request.is_joined:
             request.chunks, request.plan = {}, None
         tie = entry if request.plan is None else None
         request.credit, request.home = Credit(who.pool, request.attempt, effect.num_bytes, tie), who.pool
+
+    def _revoke(self, request: Request) -> None:
+        """Whoever was away for a lease has lost its claim with the credit."""
+        entry = request.credit.entry if request.credit else None
+        if entry is not None and entry.state == "held":
+            entry.nonce, entry.made, entry.last_commit = None, {}, None
+        request.credit = None
 
     def _restart(self, request: Request, attempt: int, payload: bytes) -> None:
         request.attempt, request.chunks, request.plan, request.is_joined = attempt, {}, None, False

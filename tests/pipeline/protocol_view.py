@@ -144,8 +144,9 @@ def _state(pending: tuple[str, int] | None, claim: bytes | None, tries: int) -> 
     if holder == HANDBACK:
         assert claim is None, f"an entry that was handed back is claimed by {claim!r}"
         return "handed back", None, None, tries, False
-    assert claim, f"{holder} has an entry without a claim"
-    return "held", holder, claim.decode().partition(":")[0], tries, idle_ms >= LEASE_MS
+    has_ended = idle_ms >= LEASE_MS
+    assert claim or has_ended, f"{holder} works on an entry without a claim"  # it goes with a credit that made way
+    return "held", holder, claim.decode().partition(":")[0] if claim else None, tries, has_ended
 
 
 def _result(entry_id: bytes, fields: dict[bytes, bytes]) -> tuple[int | None, bytes]:

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -320,7 +320,9 @@ class ProtocolMachine(RuleBasedStateMachine):
     def _commit(self, worker: Worker, pairs: list[tuple[Entry, Transaction]]) -> None:
         real = self._run(worker.transport.commit([transaction for _, transaction in pairs]))
         name = self._ground.commands.last_args()[1]
-        self._calls.append(Call(worker, self._ground.commands.last_words, name, pairs))
+        call = Call(worker, self._ground.commands.last_words, name, pairs)
+        self._calls.append(call)
+        note(call)
         assert real == self._model.commit(worker.who, name, pairs)
         for _, transaction in pairs:
             for effect in transaction.effects:
@@ -333,6 +335,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self._commit_again(data.draw(st.sampled_from(self._calls_to_repeat())))
 
     def _commit_again(self, call: Call) -> None:
+        note(f"again {call}")
         reply = self._run(self._ground.commands.execute_command(*call.words))
         assert [Outcome(word.decode()) for word in reply] == self._model.commit(call.worker.who, call.name, call.pairs)
 
@@ -404,7 +407,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             if self._agrees:
                 self._run(self._drain())
         finally:
-            self._run(delete_keys(self._ground.raw, self._keys.namespace))
+            self._run(self._ground.clear())
 
     async def _drain(self) -> None:
         """Cancel all requests and serve all entries: nothing is left that stays for ever."""
@@ -511,7 +514,6 @@ def test_what_is_sent_again_says_of_each_transaction_what_became_of_it(ground: G
     reply = ground.run(ground.commands.execute_command(*ground.commands.last_words))
     assert [Outcome(word.decode()) for word in reply] == outcomes
     assert ground.run(transport.queue_length("prefill", "batch")) == 1
-    ground.run(delete_keys(ground.raw, keys.namespace))
 
 
 @pytest.mark.parametrize(("old", "new"), RULES.values(), ids=RULES)

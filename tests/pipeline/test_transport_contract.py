@@ -593,6 +593,20 @@ async def test_whoever_comes_back_asks_again_for_a_credit_that_made_way(bench: B
     assert await credits_of(bench, POOL) == {"r": (0, 4), "s": (0, 6)}
 
 
+async def test_a_holder_that_was_away_does_not_go_on_without_the_credit_that_made_way(bench: Bench) -> None:
+    transport = await bench.join()
+    r, s = await held(transport, "r"), await held(transport, "s")
+    assert await commit_one(transport, r, credit(6)) == Outcome.OK
+    await expire(bench, r)
+    assert await commit_one(transport, s, credit(6), request_id="s") == Outcome.OK
+    assert await transport.renew([r]) == [False]
+    assert await commit_one(transport, r, AddChunk(0, b"sealed"), Plan(1, "batch", b"prefilled")) == Outcome.FENCED
+    assert await transport.queue_length("decode", "batch") == 0
+    again = (await take(transport, "prefill"))[0]
+    assert (again.entry_id, again.tries) == (r.entry_id, 2)
+    assert await commit_one(transport, again, credit(4)) == Outcome.OK
+
+
 async def test_a_credit_whose_entry_was_taken_over_counts(bench: Bench) -> None:
     transport = await bench.join()
     r, s = await held(transport, "r"), await held(transport, "s")
