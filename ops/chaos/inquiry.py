@@ -31,10 +31,18 @@ class Models:
 class Inquiry:
     """One row's questions and findings."""
 
-    def __init__(self, models: Models, reference: Reference, *, long: bool = False) -> None:
-        """Begin with nothing found; `long` says whether minutes are well spent."""
+    def __init__(self, models: Models, reference: Reference, *, long: bool = False, timed: bool = True) -> None:
+        """Begin with nothing found.
+
+        Args:
+            models: What stacks serve.
+            reference: Answers without faults.
+            long: Whether minutes are well spent.
+            timed: Whether what takes too long is a problem, which makes sense on a machine that does nothing else.
+        """
         self.models = models
         self.long = long
+        self._timed = timed
         self.notes: list[str] = []
         self.problems: list[str] = []
         self._reference = reference
@@ -46,6 +54,11 @@ class Inquiry:
     def require(self, fact: object, otherwise: str) -> None:
         """Keep a problem unless something holds."""
         if not fact:
+            self.problems.append(otherwise)
+
+    def require_soon(self, fact: object, otherwise: str) -> None:
+        """Keep a problem unless something took no longer than it may, where that is judged."""
+        if not fact and self._timed:
             self.problems.append(otherwise)
 
     def blame(self, problems: Iterable[str]) -> None:

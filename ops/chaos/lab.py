@@ -32,10 +32,17 @@ class Lab(Inquiry):
     """One row's means, and what it found."""
 
     def __init__(
-        self, base: Settings, models: Models, reference: Reference, *, long: bool = False, logs: Path | None = None
+        self,
+        base: Settings,
+        models: Models,
+        reference: Reference,
+        *,
+        long: bool = False,
+        timed: bool = True,
+        logs: Path | None = None,
     ) -> None:
-        """Prepare it; `logs` is where the logs of its stacks are kept, `long` whether minutes are well spent."""
-        super().__init__(models, reference, long=long)
+        """Prepare it; `logs` is where the logs of its stacks are kept, and the rest is an Inquiry's."""
+        super().__init__(models, reference, long=long, timed=timed)
         self._base = base
         self._logs = logs
 

@@ -29,6 +29,8 @@ class ChaosOptions:
     real_model: Path | None = None
     """What rows are run on that need a real one; None where it is not there."""
     long: bool = False
+    timed: bool = True
+    """Whether times are judged: only where nothing else runs."""
     keep_logs: Path | None = None
 
 
@@ -52,7 +54,7 @@ async def run_rows(
                 if served is None:
                     results.append(_result(row, "not run", ["the model is not there: sluice models pull"], (), 0.0))
                 else:
-                    lab = Lab(base, Models(served, other), reference, long=options.long, logs=logs)
+                    lab = Lab(base, Models(served, other), reference, long=options.long, timed=options.timed, logs=logs)
                     results.append(await _run(row, lab))
                 note(line_of(results[-1]))
     return results

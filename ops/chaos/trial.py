@@ -174,7 +174,7 @@ class Trial:
         start_s = self.deaths.slowest_start_s
         bound_s = more_s + lease_s + lease_s / SWEEPS_PER_LEASE + start_s
         self.lab.note(f"stood still {gap_s:.1f} s of at most {bound_s:.1f} s (a process starts in {start_s:.1f} s)")
-        self.lab.require(
+        self.lab.require_soon(
             gap_s <= bound_s + WORK_S, f"nothing moved for {gap_s:.1f} s, and {bound_s:.1f} s are the most"
         )
 
