@@ -101,6 +101,7 @@ async def f34(lab: Lab) -> None:
         trial.mark()
         with FilePool.open(trial.settings.pool_dir, trial.settings.kv_pool_bytes) as pool:
             pool_id = pool.pool_id
+        wanted = 1 + sum(1 for _ in _strange_payloads())
         # A client of its own: so many bytes take longer than an answer may.
         async with Redis.from_url(str(trial.settings.redis_url), protocol=2, socket_timeout=TIMEOUT_S) as client:
             for stage in STAGES:
@@ -108,12 +109,12 @@ async def f34(lab: Lab) -> None:
                 for payload in _strange_payloads():
                     await client.xadd(stream, {"p": payload})
                 await client.xadd(stream, {"q": b"no payload at all"})
-        trial.send(asks)
+                trial.send(asks)
+                deadline = time.monotonic() + TIMEOUT_S
+                while (num_dead := await _num_dead(trial, stage)) < wanted and time.monotonic() < deadline:
+                    await asyncio.sleep(POLL_S)
+                lab.require(num_dead == wanted, f"{stage} has {num_dead} dead letters and not {wanted}")
         await trial.judge(recovers=False)
-        wanted = 1 + sum(1 for _ in _strange_payloads())
-        for stage in STAGES:
-            num_dead = await _num_dead(trial, stage)
-            lab.require(num_dead == wanted, f"{stage} has {num_dead} dead letters and not {wanted}")
         lab.note(f"{wanted} strange entries for each of {len(STAGES)} stages, one of {HUGE_BYTES >> 20} MiB")
 
 
