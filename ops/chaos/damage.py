@@ -3,15 +3,13 @@
 Owns how a blob is damaged. Knows nothing about how it is noticed.
 """
 
-import asyncio
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from kv_store.pool import FilePool
 from ops.chaos.history import Seen
-from ops.chaos.trial import POLL_S, TIMEOUT_S, Trial
+from ops.chaos.trial import Trial
 from stages.common.kv_blobs import owner_of
 
 
@@ -19,11 +17,11 @@ async def sealed(trial: Trial, sent: Sequence[Seen]) -> None:
     """Return when decode has an entry for each request: then all their blobs are sealed."""
     with FilePool.open(trial.settings.pool_dir, trial.settings.kv_pool_bytes) as pool:
         stream = trial.keys.stream("decode", "interactive", pool.pool_id)
-    deadline = time.monotonic() + TIMEOUT_S
-    while await trial.redis.xlen(stream) < len(sent):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(sent)} prompts were not all sealed in {TIMEOUT_S:g} s")
-        await asyncio.sleep(POLL_S)
+
+    async def all_there() -> bool:
+        return await trial.redis.xlen(stream) >= len(sent)
+
+    await trial.until_so(all_there, f"{len(sent)} prompts were not all sealed")
 
 
 def blobs_of(pool: Path, seen: Seen) -> list[Path]:

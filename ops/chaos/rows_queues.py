@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ops.chaos.lab import Lab
 from ops.chaos.launchers import write_procfile
 from ops.chaos.processes import pids_of, ready_pids
 from ops.chaos.row import Row
-from ops.chaos.trial import POLL_S, TIMEOUT_S, Trial
+from ops.chaos.trial import TIMEOUT_S, Trial
 from pipeline.batch.options import served_name
 from pipeline.client.asks import NewRequest
 from pipeline.client.batches import Batches
@@ -110,10 +111,7 @@ async def f34(lab: Lab) -> None:
                     await client.xadd(stream, {"p": payload})
                 await client.xadd(stream, {"q": b"no payload at all"})
                 trial.send(asks)
-                deadline = time.monotonic() + TIMEOUT_S
-                while (num_dead := await _num_dead(trial, stage)) < wanted and time.monotonic() < deadline:
-                    await asyncio.sleep(POLL_S)
-                lab.require(num_dead == wanted, f"{stage} has {num_dead} dead letters and not {wanted}")
+                await trial.until_so(partial(_has_dead, trial, stage, wanted), f"{stage} has not {wanted} dead letters")
         await trial.judge(recovers=False)
         lab.note(f"{wanted} strange entries for each of {len(STAGES)} stages, one of {HUGE_BYTES >> 20} MiB")
 
@@ -152,11 +150,11 @@ async def _queued(trial: Trial, stage: str, asks: Sequence[NewRequest], number: 
     """Send requests and return when `number` lie in front of a stage."""
     sent = trial.send(asks)
     await trial.accepted(sent)
-    deadline = time.monotonic() + TIMEOUT_S
-    while await trial.queue_length(stage) < number:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{number} requests did not arrive at {stage}")
-        await asyncio.sleep(POLL_S)
+
+    async def arrived() -> bool:
+        return await trial.queue_length(stage) >= number
+
+    await trial.until_so(arrived, f"{number} requests did not arrive at {stage}")
     return sent
 
 
@@ -167,6 +165,10 @@ def _num_kills(trial: Trial, stage: str) -> int:
 
 async def _num_dead(trial: Trial, stage: str) -> int:
     return await trial.redis.xlen(trial.keys.dead(stage))
+
+
+async def _has_dead(trial: Trial, stage: str, number: int) -> bool:
+    return await _num_dead(trial, stage) == number
 
 
 def _strange_payloads() -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from ops.chaos.history import Seen
 from ops.chaos.lab import CHUNK_TOKENS, LEASE_S, Lab
 from ops.chaos.processes import gone, is_stopped, pids_of
 from ops.chaos.row import Row
-from ops.chaos.trial import POLL_S, TIMEOUT_S, Trial
+from ops.chaos.trial import Trial
 from ops.stack import GRACE_S
 from pipeline.counters import KV_RECOMPUTED_TOKENS, REQUESTS_TAKEN_OVER, TOKENS_REPLAYED
 from pipeline.keys import HANG_LEASES
@@ -208,11 +208,11 @@ async def _under_way(trial: Trial, number: int = 4, max_tokens: int = 300) -> li
 
 async def _taken_over(trial: Trial) -> None:
     """Return when somebody has taken a request over."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (await trial.counters()).get(REQUESTS_TAKEN_OVER):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody took the work over in {TIMEOUT_S:g} s")
-        await asyncio.sleep(0.05)
+
+    async def taken_over() -> bool:
+        return bool((await trial.counters()).get(REQUESTS_TAKEN_OVER))
+
+    await trial.until_so(taken_over, "nobody took the work over")
 
 
 async def _killed_while_writing(trial: Trial) -> bool:
@@ -226,12 +226,15 @@ async def _killed_while_writing(trial: Trial) -> bool:
     killing = asyncio.create_task(
         asyncio.to_thread(_kill_at_unfinished, trial.settings.pool_dir, pids["prefill"], written)
     )
-    deadline = time.monotonic() + TIMEOUT_S
-    while not killing.done() and await trial.queue_length("tokenizer") + await trial.queue_length("prefill"):
-        if time.monotonic() > deadline:
-            break  # judge() says what does not end
-        await asyncio.sleep(POLL_S)
-    written.set()
+
+    async def is_over() -> bool:
+        waiting = await trial.queue_length("tokenizer") + await trial.queue_length("prefill")
+        return killing.done() or not waiting
+
+    try:
+        await trial.until_so(is_over, "prefill did not write all blobs")
+    finally:
+        written.set()
     killed = await killing
     trial.stopped.resume(pids["compressor"])
     await trial.judge(sent, recovers=False)

@@ -14,7 +14,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from ops.chaos.history import History, Seen, compared, holds, stored_problems
@@ -119,13 +119,21 @@ class Trial:
         """Return when a condition holds; raise TimeoutError with a sentence when it does not come to hold."""
         await self.stack.watched(holds(condition, TIMEOUT_S, otherwise))
 
+    async def until_so(self, question: Callable[[], Awaitable[object]], otherwise: str) -> None:
+        """Return when a question to the server is answered with yes; raise TimeoutError when it does not come to be."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not await question():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"after {TIMEOUT_S:g} s: {otherwise}")
+            await asyncio.sleep(POLL_S)
+
     async def idle(self) -> None:
         """Return when all work streams are empty, also of requests that nobody waits for any more."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while waiting := sum([await self.queue_length(stage) for stage in STAGES]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{waiting} entries are still in the work streams after {TIMEOUT_S:g} s")
-            await asyncio.sleep(POLL_S)
+
+        async def is_idle() -> bool:
+            return not any([await self.queue_length(stage) for stage in STAGES])
+
+        await self.until_so(is_idle, "there are still entries in the work streams")
 
     def log(self, name: str) -> str:
         """Return what a process of the stack has logged so far."""

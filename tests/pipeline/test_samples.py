@@ -6,7 +6,7 @@ from redis.asyncio import Redis
 from kv_store.pool import PoolUsage
 from pipeline.errors import StateDamaged
 from pipeline.keys import Keys
-from pipeline.queue_state import QueueState, read_queues
+from pipeline.queue_state import QUEUES, QueueState, read_queues
 from pipeline.redis_calls import RedisCalls
 from pipeline.samples import SampleLog
 from pipeline.transport import Publish, Transaction, Transport
@@ -124,7 +124,7 @@ async def test_queues_can_be_looked_at_without_leaving_a_sample(
     await admit(transport, 3)
     await take(transport, "tokenizer", 1)
     queues = await read_queues(RedisCalls(raw_redis, "test", 0), Keys(namespace), POOL)
-    assert len(queues) == 8
+    assert len(queues) == len(QUEUES)
     assert queues[0] == QueueState("tokenizer", "interactive")
     assert (queues[1].num_entries, queues[1].num_held, queues[1].num_holders) == (3, 1, 1)
     without_pool = await read_queues(RedisCalls(raw_redis, "test", 0), Keys(namespace), None)
