@@ -12,13 +12,19 @@
 local group, consumer, handback, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local room, lease_ms, resent = tonumber(ARGV[5]), ARGV[6], ARGV[7] == '1'
 local MAX_OWN = 1000 -- more than any process holds
+local MAX_PAYLOAD = 33554432 -- as wire.py: nobody reads a larger one, and sending it would take longer than an answer may
+local STUB = 1024 -- so much of it is enough for a dead letter
 local MAX_PASSES = 10 -- each pass of a sweep looks at up to ten times its count; the cursor remembers the rest
 local found = {}
 
 -- include: held.lua
 
 local function add(s, entry, tries)
-  found[#found + 1] = { s.number, entry[1], entry[2][2] or '', tries }
+  local payload = entry[2][2] or ''
+  if #payload > MAX_PAYLOAD then
+    payload = string.sub(payload, 1, STUB)
+  end
+  found[#found + 1] = { s.number, entry[1], payload, tries }
   room = room - 1
 end
 

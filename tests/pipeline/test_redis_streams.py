@@ -33,6 +33,7 @@ from pipeline.transport import (
     Transport,
     TransportOptions,
 )
+from pipeline.wire import MAX_BYTES
 from tests.pipeline.benches import BRIEF_LEASE_S, DEADLINE_S, POOL, RedisBench, take, take_one
 from tests.servers import ServerKind, ServerOptions, running_server
 
@@ -508,3 +509,14 @@ async def test_a_closed_transport_sends_nothing_more(valkey_url: str, namespace:
             await call
     assert len(await raw_redis.client_list()) == num_before
     await transport.close()
+
+
+async def test_of_an_entry_that_nobody_could_read_only_the_beginning_is_sent(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str
+) -> None:
+    transport = await redis_bench.join()
+    await raw_redis.xadd(Keys(namespace).stream("tokenizer", "batch"), {"p": b"x" * (MAX_BYTES + 1)})
+    delivery = await take_one(transport, "tokenizer")
+    assert delivery.payload == b"x" * 1024
+    await transport.dead_letter(delivery, "too large")
+    assert await redis_bench.dead_letters("tokenizer") == [(b"x" * 1024, "too large")]
