@@ -138,6 +138,7 @@ def test_figures_stand_beside_the_slices_and_text_does_not() -> None:
         "completion_tokens": 4,
         "draft_tokens": 3,
         "accepted_tokens": 2,
+        "recomputed_tokens": 0,
         "ttft_ms": 5.0,
         "tpot_ms": 5.0,
     }

@@ -80,7 +80,7 @@ async def test_a_request_that_ends_with_token_0_never_meets_decode(line: Line) -
 
 async def test_one_that_prefill_cannot_take_ended_there(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     await line.submit("r", prompt_of(5), 4)
-    monkeypatch.setattr("stages.prefill.handover.Handover.bytes_for", lambda *_: 1 << 40)
+    monkeypatch.setattr("stages.prefill.handover.Handover.bytes_for", lambda *_, **__: 1 << 40)
     async with line.running("prefill"):
         answer = await line.answer("r")
     assert answer.failure.code == "kv_pool_too_small"
