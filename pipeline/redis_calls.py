@@ -94,12 +94,15 @@ class RedisCalls:
             await asyncio.sleep(min(pause_s, max(left_s, 0)))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _evaluate(self, name: str, keys: Sequence[str], args: Sequence[Arg]) -> Any:
+    def loaded(self, name: str) -> tuple[str, str]:
+        """Return the text of a script and the digest that the server knows it by; reads the files once."""
         if name not in self._scripts:
             source = script_source(name)
-            digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-            self._scripts[name] = (source, digest)
-        source, digest = self._scripts[name]
+            self._scripts[name] = (source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
+        return self._scripts[name]
+
+    async def _evaluate(self, name: str, keys: Sequence[str], args: Sequence[Arg]) -> Any:
+        source, digest = self.loaded(name)
         execute = cast("Callable[..., Awaitable[Any]]", self._client.execute_command)  # pyright: ignore[reportUnknownMemberType]
         try:
             return await execute("EVALSHA", digest, len(keys), *keys, *args)

@@ -5,16 +5,14 @@ answer was lost must write something once more where it has nothing left to do: 
 has the first writing when it has the second.
 """
 
-import hashlib
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from pipeline.errors import ServerUnreachable
-from pipeline.redis_calls import ANSWER_TIMEOUT_S, Arg, RedisCalls, script_source
+from pipeline.redis_calls import ANSWER_TIMEOUT_S, Arg, RedisCalls
 
 DISK_TIMEOUT_S = ANSWER_TIMEOUT_S - 1  # of one call: with everysec, a disk that keeps up needs a second at most
 
@@ -29,7 +27,7 @@ async def script_on_disk(
         ServerFull: refused for memory; it has not run.
         ServerRefused: any other error of the server; without an append-only file it has run.
     """
-    source, digest = _loaded(name)
+    source, digest = calls.loaded(name)
     rest = [len(keys), *keys, *args]
 
     async def send() -> Any:
@@ -53,9 +51,3 @@ async def _with_wait(client: Redis, words: Sequence[Arg]) -> list[object]:
         together.execute_command(*words)
         together.execute_command("WAITAOF", 1, 0, round(1000 * DISK_TIMEOUT_S))  # this server, no replicas
         return cast("list[object]", await together.execute(raise_on_error=False))
-
-
-@cache
-def _loaded(name: str) -> tuple[str, str]:
-    source = script_source(name)
-    return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()

@@ -18,6 +18,7 @@ from statistics import median
 from redis.asyncio import Redis
 
 from ops.bench.chart import Chart, Line
+from ops.bench.proc import resident_mib
 from ops.control.client import ask_status
 from ops.measuring import markdown_table, measured_on
 from ops.running import find_advert
@@ -141,7 +142,7 @@ async def _watch(
     started_at = time.monotonic()
     while process.returncode is None and not reading.done():
         used = (await redis.info("memory"))["used_memory"]
-        memory = {name: resident for name, pid in pids.items() if (resident := _resident_mib(pid)) is not None}
+        memory = {name: round(mib, 1) for name, pid in pids.items() if (mib := resident_mib(pid)) is not None}
         done = float(str(events[-1].get("num_done", 0))) if events else 0.0
         at_s = round(time.monotonic() - started_at, 1)
         samples.append({"at_s": at_s, "num_done": done, **memory, SERVER_DATA: round(used / MIB, 2)})
@@ -170,14 +171,3 @@ async def _sluice(settings: Settings, *words: str, stdout: int) -> asyncio.subpr
         stderr=asyncio.subprocess.DEVNULL,
         env=environment | settings.environment(),
     )
-
-
-def _resident_mib(pid: int) -> float | None:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text("utf-8")
-    except FileNotFoundError:
-        return None
-    for line in status.splitlines():
-        if line.startswith("VmRSS:"):
-            return round(int(line.split()[1]) / 1024, 1)
-    return None

@@ -33,7 +33,7 @@ def checkpoint_start(num_prefilled_tokens: int, number: int, chunk_tokens: int) 
     return num_prefilled_tokens // PAGE_TOKENS * PAGE_TOKENS + number * chunk_tokens
 
 
-def checkpoint_of(
+def deep_chunk(
     request_id: str, attempt: int, index: int, start: int, token_ids: Sequence[int], fingerprint: bytes
 ) -> ChunkId:
     """The chunk of positions start to len(token_ids) - 1; its address depends on all tokens before it, too."""

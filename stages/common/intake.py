@@ -11,7 +11,7 @@ from pipeline import wire
 from pipeline.errors import WireError
 from pipeline.keys import MAX_DELIVERIES
 from pipeline.messages import Failure, WorkItem
-from pipeline.transport import Delivery, Outcome, Transaction, Transport
+from pipeline.transport import Delivery, Effect, Outcome, Transaction, Transport
 from pipeline.worker import bury, is_poison
 from stages.common.kv_blobs import release_all
 
@@ -37,10 +37,17 @@ async def open_delivery(transport: Transport, pool: FilePool, delivery: Delivery
     return None
 
 
+async def commit_one(
+    transport: Transport, delivery: Delivery, message: WorkItem, *effects: Effect, ack: bool
+) -> Outcome:
+    """Commit effects under the claim of one delivery, and return what became of them."""
+    [outcome] = await transport.commit([Transaction(delivery, message.request_id, message.attempt, effects, ack)])
+    return outcome
+
+
 async def still_wanted(transport: Transport, pool: FilePool, delivery: Delivery, message: WorkItem) -> bool:
     """Whether the request is still open, and ours; the blobs of one that has gone are released."""
-    question = Transaction(delivery, message.request_id, message.attempt, effects=(), ack=False)
-    [outcome] = await transport.commit([question])
+    outcome = await commit_one(transport, delivery, message, ack=False)
     if outcome is Outcome.GONE:  # chunks that were sealed already have lost their reader
         await asyncio.to_thread(release_all, pool, message.request_id, message.attempt)
     return outcome is Outcome.OK

@@ -15,11 +15,11 @@ from pipeline.clock import now_us
 from pipeline.counters import Counters
 from pipeline.leases import Leases
 from pipeline.messages import Failure, PrefilledPrompt, Stamp
-from pipeline.transport import Delivery, Effect, GiveCredit, Outcome, Transaction, Transport
+from pipeline.transport import Delivery, GiveCredit, Outcome, Transport
 from stages.common.draining import Drain
 from stages.common.emitted import emitted_tokens
 from stages.common.failures import fail
-from stages.common.intake import open_delivery, still_wanted
+from stages.common.intake import commit_one, open_delivery, still_wanted
 from stages.common.kv_blobs import KvFormat, release_all
 from stages.common.output_text import OutputText
 from stages.common.restart import MAX_RESTARTS, send_back
@@ -74,7 +74,9 @@ class Admission:
         if failure is None:
             return message if await self.is_wanted(delivery, message) else None
         stamps = message.stamped(DECODE_CLAIMED, now_us(), delivery.consumer).stamps
-        outcome = await self._commit(delivery, message, fail(failure, stamps, delivery.consumer), ack=True)
+        outcome = await commit_one(
+            self._transport, delivery, message, fail(failure, stamps, delivery.consumer), ack=True
+        )
         if outcome in (Outcome.OK, Outcome.GONE):
             await self.release(message)
         return None
@@ -140,7 +142,7 @@ class Admission:
             return False
         if self._keep_kv:
             return True
-        outcome = await self._commit(delivery, message, GiveCredit(), ack=False)
+        outcome = await commit_one(self._transport, delivery, message, GiveCredit(), ack=False)
         if outcome in (Outcome.OK, Outcome.GONE):
             await self.release(message)
         return outcome is Outcome.OK
@@ -160,13 +162,9 @@ class Admission:
         )
 
     async def _send_back(self, delivery: Delivery, message: PrefilledPrompt) -> None:
-        outcome = await self._commit(delivery, message, send_back(message), ack=True)
+        outcome = await commit_one(self._transport, delivery, message, send_back(message), ack=True)
         log.warning("request_sent_back", request_id=message.request_id, outcome=outcome)
         if outcome is Outcome.OK:
             self._counters.add(names.REQUESTS_SENT_BACK)
         if outcome in (Outcome.OK, Outcome.GONE):
             await self.release(message)
-
-    async def _commit(self, delivery: Delivery, message: PrefilledPrompt, effect: Effect, *, ack: bool) -> Outcome:
-        transaction = Transaction(delivery, message.request_id, message.attempt, (effect,), ack=ack)
-        return (await self._transport.commit([transaction]))[0]

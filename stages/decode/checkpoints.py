@@ -14,13 +14,13 @@ from kv_store.pool import FilePool
 from pipeline import faults, wire
 from pipeline.boundaries import SEALED
 from pipeline.clock import now_us
-from pipeline.messages import SealedChunk, Stamp
+from pipeline.messages import PrefilledPrompt, SealedChunk, Stamp
 from pipeline.transport import AddChunk
-from stages.common.chunking import checkpoint_of, checkpoint_start
-from stages.common.kv_blobs import KvFormat
+from stages.common.chunking import checkpoint_start, deep_chunk
+from stages.common.kv_blobs import ChunkId, KvFormat
 from stages.decode.request import DecodeRequest
 from stages.engine.engine import Engine
-from stages.engine.kv_cache import pages_for
+from stages.engine.sequence import Sequence
 
 log = structlog.get_logger("decode")
 
@@ -40,21 +40,29 @@ class Checkpoints:
         number, message, sequence = request.num_checkpoints, request.message, request.sequence
         if number is None:
             return
-        start = checkpoint_start(message.num_prefilled_tokens, number, message.chunk_tokens)
-        end = start + message.chunk_tokens
-        if sequence.num_computed_tokens < end:
+        chunk = checkpoint_of(message, number, sequence, sequence.num_computed_tokens, self._format.fingerprint)
+        if chunk is None:
             return
-        index = message.num_chunks + number
-        token_ids = sequence.token_ids(0, end)
-        chunk = checkpoint_of(message.request_id, message.attempt, index, start, token_ids, self._format.fingerprint)
-        pages = [self._engine.cache.page(page) for page in sequence.block_table[pages_for(start) : pages_for(end)]]
+        pages = self._engine.cache.pages_of(sequence.block_table, chunk.start_token, chunk.num_tokens)
         try:
             ref = self._format.write_sealed(self._pool, chunk, pages, self._compression)
         except KvStoreError as error:
             log.info("checkpoint_skipped", request_id=message.request_id, reason=str(error))
             request.num_checkpoints = None
             return
-        stamp = Stamp(boundary=SEALED, at_us=now_us(), by=request.delivery.consumer, chunk=index)
-        sealed = SealedChunk(chunk_index=index, ref=ref, content_address=chunk.content_address, stamps=(stamp,))
-        request.add_checkpoint(AddChunk(index, wire.pack(sealed)))
+        stamp = Stamp(boundary=SEALED, at_us=now_us(), by=request.delivery.consumer, chunk=chunk.index)
+        sealed = SealedChunk(chunk_index=chunk.index, ref=ref, content_address=chunk.content_address, stamps=(stamp,))
+        request.add_checkpoint(AddChunk(chunk.index, wire.pack(sealed)))
         faults.reach_in_thread("decode.checkpointed")
+
+
+def checkpoint_of(
+    message: PrefilledPrompt, number: int, sequence: Sequence, num_tokens: int, fingerprint: bytes
+) -> ChunkId | None:
+    """A request's checkpoint `number`, counted from 0; None while the first num_tokens tokens do not fill it."""
+    start = checkpoint_start(message.num_prefilled_tokens, number, message.chunk_tokens)
+    end = start + message.chunk_tokens
+    if end > num_tokens:
+        return None
+    index = message.num_chunks + number
+    return deep_chunk(message.request_id, message.attempt, index, start, sequence.token_ids(0, end), fingerprint)

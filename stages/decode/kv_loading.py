@@ -21,11 +21,11 @@ from pipeline.errors import WireError
 from pipeline.leases import Leases
 from pipeline.messages import PrefilledPrompt, SealedChunk, Stamp
 from pipeline.transport import Transport
-from stages.common.chunking import checkpoint_of, checkpoint_start, chunks_of
+from stages.common.chunking import chunks_of
 from stages.common.kv_blobs import BlobMismatchError, ChunkId, KvFormat
+from stages.decode.checkpoints import checkpoint_of
 from stages.engine import stepping
 from stages.engine.engine import Engine
-from stages.engine.kv_cache import pages_for
 from stages.engine.sequence import Sequence
 
 log = structlog.get_logger("decode")
@@ -86,8 +86,9 @@ class KvLoader:
         )
         lost = tuple([chunk for chunk in chunks if not await self._copy(sequence, chunk, sealed.get(chunk.index))])
         num_checkpoints, num_tokens = 0, message.num_prefilled_tokens
-        while (chunk := self._checkpoint(message, sequence, num_checkpoints, sealed)) is not None:
-            if not await self._copy(sequence, chunk, sealed[chunk.index]):
+        while message.num_chunks + num_checkpoints in sealed:
+            chunk = checkpoint_of(message, num_checkpoints, sequence, sequence.num_tokens - 1, self.format.fingerprint)
+            if chunk is None or not await self._copy(sequence, chunk, sealed[chunk.index]):
                 break
             num_checkpoints, num_tokens = num_checkpoints + 1, chunk.start_token + chunk.num_tokens
         stamps = tuple(stamp for chunk in chunks if chunk.index in sealed for stamp in sealed[chunk.index].stamps)
@@ -121,26 +122,12 @@ class KvLoader:
                 log.warning("chunk_unreadable", request_id=message.request_id, chunk=index, reason=str(error))
         return sealed
 
-    def _checkpoint(
-        self, message: PrefilledPrompt, sequence: Sequence, number: int, sealed: dict[int, SealedChunk]
-    ) -> ChunkId | None:
-        """Checkpoint `number`, if somebody made one."""
-        index = message.num_chunks + number
-        start = checkpoint_start(message.num_prefilled_tokens, number, message.chunk_tokens)
-        end = start + message.chunk_tokens
-        if index not in sealed or end > sequence.num_tokens - 1:
-            return None
-        token_ids = sequence.token_ids(0, end)
-        return checkpoint_of(message.request_id, message.attempt, index, start, token_ids, self.format.fingerprint)
-
     async def _copy(self, sequence: Sequence, chunk: ChunkId, sealed: SealedChunk | None) -> bool:
         """Copy one chunk into its pages; whether that was possible."""
         if sealed is None:
             self._counters.add(names.KV_MISSING)
             return False
-        first = pages_for(chunk.start_token)
-        indices = sequence.block_table[first : first + pages_for(chunk.num_tokens)]
-        pages = [self._engine.cache.page(index) for index in indices]
+        pages = self._engine.cache.pages_of(sequence.block_table, chunk.start_token, chunk.num_tokens)
         try:
             await asyncio.to_thread(self.format.read_sealed, self._pool, sealed.ref, chunk, pages)
         except _UNUSABLE as error:

@@ -4,6 +4,8 @@ Owns the memory. A page holds all layers of 64 absolute positions of one sequenc
 block table. K is transposed inside a page, as attention.py reads it. Knows nothing about requests or blobs.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kv_store.codecs.base import Codec
@@ -59,6 +61,11 @@ class PagedKvCache:
     def page(self, index: int) -> PageArrays:
         """Views of one page's memory, to copy out of or into."""
         return PageArrays(self.keys[index], self.key_scales[index], self.values[index], self.value_scales[index])
+
+    def pages_of(self, block_table: Sequence[int], start: int, num_tokens: int) -> list[PageArrays]:
+        """Views of a sequence's pages that hold num_tokens positions from start on, which is a page's first one."""
+        first = pages_for(start)
+        return [self.page(index) for index in block_table[first : first + pages_for(num_tokens)]]
 
 
 def pages_for(num_tokens: int) -> int:

@@ -11,9 +11,9 @@ from pipeline.clock import monotonic_s
 from pipeline.keys import RETURNED, Lane
 from pipeline.leases import Leases
 from pipeline.messages import Failure, TokenizedPrompt
-from pipeline.transport import Delivery, Effect, Outcome, TakeCredit, Transaction, Transport
+from pipeline.transport import Delivery, Outcome, TakeCredit, Transport
 from stages.common.failures import fail
-from stages.common.intake import still_wanted
+from stages.common.intake import commit_one, still_wanted
 from stages.common.kv_blobs import release_all
 from stages.engine.kv_cache import PagedKvCache, pages_for
 from stages.prefill.handover import Handover
@@ -57,7 +57,7 @@ class Entrance:
         failure = self._refusal(message, num_emitted)
         if failure is not None:
             end = fail(failure, message.stamps, delivery.consumer)
-            await self._release_gone(message, await self._commit(delivery, message, end, ack=True))
+            await self._release_gone(message, await commit_one(self._transport, delivery, message, end, ack=True))
             return False
         if message.max_tokens == 1:  # it ends here, and nobody will read its KV
             return await still_wanted(self._transport, self._pool, delivery, message)
@@ -95,7 +95,7 @@ class Entrance:
         while True:
             max_requests = await self._room.max_requests()
             credit = TakeCredit(num_bytes, self._pool.quota_bytes, max_requests)
-            outcome = await self._commit(delivery, message, credit, ack=False)
+            outcome = await commit_one(self._transport, delivery, message, credit, ack=False)
             if outcome is not Outcome.FULL:
                 return outcome
             if not self._leases.holds(delivery):
@@ -121,7 +121,3 @@ class Entrance:
         """Remove the blobs of a request that has ended: chunks that were sealed already have lost their reader."""
         if outcome is Outcome.GONE:
             await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
-
-    async def _commit(self, delivery: Delivery, message: TokenizedPrompt, effect: Effect, *, ack: bool) -> Outcome:
-        transaction = Transaction(delivery, message.request_id, message.attempt, (effect,), ack)
-        return (await self._transport.commit([transaction]))[0]

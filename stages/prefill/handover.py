@@ -21,7 +21,6 @@ from pipeline.messages import RawChunk, SealedChunk, Stamp, TokenizedPrompt
 from pipeline.transport import AddChunk, Effect, Publish
 from stages.common.kv_blobs import ChunkId, KvFormat
 from stages.engine.engine import Engine
-from stages.engine.kv_cache import pages_for
 from stages.engine.sequence import Sequence
 
 # A request that writes has credit, so a pool that stays full for this long has less memory than its quota.
@@ -106,9 +105,7 @@ class Handover:
         await asyncio.to_thread(self._pool.release, ref.name)
 
     def _pages(self, sequence: Sequence, chunk: ChunkId) -> list[PageArrays]:
-        first = pages_for(chunk.start_token)
-        indices = sequence.block_table[first : first + pages_for(chunk.num_tokens)]
-        return [self._engine.cache.page(index) for index in indices]
+        return self._engine.cache.pages_of(sequence.block_table, chunk.start_token, chunk.num_tokens)
 
     async def _write(self, chunk: ChunkId, pages: list[PageArrays], waiting: Waiting) -> BlobRef:
         deadline = monotonic_s() + POOL_WAIT_S

@@ -21,14 +21,14 @@ from pipeline.clock import now_us
 from pipeline.errors import ServerError, StateDamaged, WireError
 from pipeline.leases import Leases
 from pipeline.messages import Failure, PrefilledPrompt, Stamp, TokenizedPrompt
-from pipeline.transport import Delivery, Effect, Finish, Outcome, Plan, Transaction, Transport
+from pipeline.transport import Delivery, Effect, Finish, Outcome, Plan, Transport
 from pipeline.worker import bury
 from stages.common import results
 from stages.common.chunking import chunks_of
 from stages.common.draining import Drain
 from stages.common.emitted import emitted_tokens
 from stages.common.failures import fail
-from stages.common.intake import open_delivery
+from stages.common.intake import commit_one, open_delivery
 from stages.common.kv_blobs import ChunkId, release_all
 from stages.common.output_text import OutputText
 from stages.common.sampling_spec import end_token_ids, sampling_spec
@@ -251,8 +251,7 @@ class PrefillStage:
         ack: bool,
         ref: BlobRef | None = None,
     ) -> None:
-        transaction = Transaction(delivery, message.request_id, message.attempt, effects, ack)
-        [outcome] = await self._transport.commit([transaction])
+        outcome = await commit_one(self._transport, delivery, message, *effects, ack=ack)
         # ALREADY may be the answer to a commit that was sent again: then the blob is in use.
         if outcome not in (Outcome.OK, Outcome.ALREADY) and ref is not None:
             await self._handover.discard(ref)
