@@ -19,6 +19,7 @@ from redis.backoff import NoBackoff
 from pipeline.errors import ServerUrlInvalid
 from pipeline.keys import Keys
 from pipeline.redis_calls import ANSWER_TIMEOUT_S
+from pipeline.redis_results import MAX_READS
 from pipeline.redis_streams import RedisStreams
 from pipeline.server_check import check_server
 from pipeline.server_url import VARIABLE, connection_options, read_address
@@ -26,7 +27,7 @@ from pipeline.settings import Settings
 from pipeline.transport import TransportOptions
 
 NUM_COMMAND_CONNECTIONS = 32
-NUM_READER_CONNECTIONS = 256  # one for each result that is followed at the same time; more take turns
+NUM_READER_CONNECTIONS = MAX_READS + 8  # one for each stage that a process serves, and for looks that do not wait
 NUM_PLAIN_CONNECTIONS = 4
 START_PATIENCE_S = 5.0  # a server that is restarted answers again in this time, and a person with a typo still waits
 

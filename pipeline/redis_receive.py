@@ -61,7 +61,9 @@ class StageReceiver:
             left_s = deadline - self._monotonic()
             if deliveries or left_s <= 0:
                 return deliveries
-            await self._wait(bells, left_s)
+            rang = await self._wait(bells, left_s)
+            if not rang and self._monotonic() >= deadline:
+                return []  # the next call asks first; asking here as well would be twice for each wait
 
     async def _claim(self, max_items: int) -> tuple[list[Delivery], list[bytes]]:
         nonce, resent = self._open_nonce or secrets.token_hex(16), self._open_nonce is not None
@@ -89,10 +91,12 @@ class StageReceiver:
             return self._cursors
         return ["" if cursor == START else cursor for cursor in self._cursors]
 
-    async def _wait(self, bells: list[bytes], left_s: float) -> None:
+    async def _wait(self, bells: list[bytes], left_s: float) -> bool:
+        """Wait for a new entry; whether there is one."""
         slice_s = min(left_s, BLOCK_SLICE_S, self._options.lease_s / SWEEPS_PER_LEASE)
         block_ms = max(1, round(1000 * slice_s))  # 0 would be for ever
         try:
-            await read_stream(self._readers, dict(zip(self.streams, bells, strict=True)), 1, block_ms)
+            return bool(await read_stream(self._readers, dict(zip(self.streams, bells, strict=True)), 1, block_ms))
         except LOST:
             await asyncio.sleep(FAILED_WAIT_PAUSE_S)
+            return False

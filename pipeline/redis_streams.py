@@ -29,9 +29,10 @@ from pipeline.keys import (
     Priority,
 )
 from pipeline.queue_state import QueueState
-from pipeline.redis_calls import Arg, RedisCalls, command, read_stream
+from pipeline.redis_calls import Arg, RedisCalls, command
 from pipeline.redis_durable import script_on_disk
 from pipeline.redis_receive import BLOCK_SLICE_S, StageReceiver
+from pipeline.redis_results import ResultReads
 from pipeline.renewal import RedisRenewal, fences
 from pipeline.time_limit import time_limit_ms
 from pipeline.transport import (
@@ -48,7 +49,6 @@ from pipeline.transport import (
     TransportOptions,
 )
 
-RESULT_PAGE = 512  # entries of one read; a long result comes in several
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
@@ -87,6 +87,7 @@ class RedisStreams:
         self._monotonic = monotonic
         # Longer than a lease would be in vain: the work would belong to somebody else.
         self._calls = _Calls(commands, address, options.lease_s, monotonic)
+        self._results = ResultReads(self._calls, readers, monotonic)
         self._renewal = RedisRenewal(self._calls, keys, options.consumer)
         self._receivers: dict[str, StageReceiver] = {}
         self._registered: set[str] = set()
@@ -188,13 +189,8 @@ class RedisStreams:
         deadline = self._monotonic() + block_s
         while True:
             slice_s = min(max(deadline - self._monotonic(), 0), BLOCK_SLICE_S)
-            block_ms = round(1000 * slice_s) or None
-            reply = await self._calls.call(
-                lambda ms=block_ms: read_stream(self._readers, {stream: f"0-{after}"}, RESULT_PAGE, ms),
-                "read_results",
-            )
-            if reply:
-                return [_result_entry(entry_id, fields) for entry_id, fields in reply[0][1]]
+            if entries := await self._results.read(stream, after, slice_s):
+                return [_result_entry(entry_id, fields) for entry_id, fields in entries]
             if not await self._command("EXISTS", self._keys.request(request_id)):
                 raise UnknownRequest(request_id)
             if self._monotonic() >= deadline:
@@ -250,6 +246,7 @@ class RedisStreams:
         finally:
             await self._readers.aclose()
             await self._commands.aclose()
+            await self._results.end()
 
     async def _take_leave(self) -> None:
         once = RedisCalls(self._commands, self._address, patience_s=0, monotonic=self._monotonic)

@@ -16,8 +16,8 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from redis.asyncio.connection import parse_url
 
+from pipeline.connections import SocketConnection, TcpConnection, TlsConnection
 from pipeline.errors import ServerUrlInvalid
-from pipeline.tls_connection import TlsConnection
 
 VARIABLE = "SLUICE_REDIS_URL"
 SCHEMES = ("redis", "rediss", "unix")
@@ -72,6 +72,7 @@ def connection_options(url: str) -> dict[str, Any]:
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     _check_query(address, parts.scheme, query)
     options: dict[str, Any] = dict(cast("Any", parse_url)(url))
+    options["connection_class"] = SocketConnection if parts.scheme == "unix" else TcpConnection
     if parts.scheme != "unix":
         options["socket_keepalive"] = True
     if parts.scheme == "rediss":

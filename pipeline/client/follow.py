@@ -1,13 +1,12 @@
 """Reading results: from any token on, as often as wanted, to the end.
 
-Owns the position in a result stream, and how many reads run at a time. Knows nothing about who enqueued what.
+Owns the position in a result stream. Knows nothing about who enqueued what.
 
 The entries of a stream are deltas of one or more tokens. A position inside a delta gives the rest of its tokens, and
 all of its text: text cannot be cut at a token, so that of a delta belongs to its last token. Whoever goes on behind
 a delta that it got never meets this.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -19,19 +18,16 @@ from pipeline.transport import ResultEntry, Transport
 from pipeline.wire import unpack
 
 BLOCK_S = 2.0  # how long one read waits; also how often the patience is looked at
-TURN_S = 0.25  # the same while others wait for their turn
-MAX_READS = 200  # at a time, each on a connection of its own; the transport has 256
 AFTER_ALL: Final = 2**64 - 1  # a position that nothing but the terminal entry is behind
 
 
 class ResultReader:
-    """Follows any number of requests with a bounded number of reads: whoever finds none free waits for a turn."""
+    """Follows any number of requests."""
 
     def __init__(self, transport: Transport, patience: Patience, block_s: float = BLOCK_S) -> None:
         self._transport = transport
         self._patience = patience
         self._block_s = block_s
-        self._free = asyncio.Semaphore(MAX_READS)
 
     async def follow(self, request_id: str, after: int) -> AsyncGenerator[Delta | Terminal]:
         """Yield what comes after the first `after` tokens, the terminal last; a page is read when it is asked for.
@@ -79,13 +75,7 @@ class ResultReader:
     async def read(self, request_id: str, after: int, block_s: float | None = None) -> list[ResultEntry]:
         """Return one page, empty where nothing came for a while."""
         wait_s = self._block_s if block_s is None else block_s
-
-        async def send() -> list[ResultEntry]:
-            async with self._free:
-                turn_s = min(wait_s, TURN_S) if self._free.locked() else wait_s
-                return await self._transport.read_results(request_id, after, turn_s)
-
-        return await self._patience.call(send)
+        return await self._patience.call(lambda: self._transport.read_results(request_id, after, wait_s))
 
     async def _text(self, request_id: str, after: int, end: int) -> str:
         """Return the text of the deltas behind `after`, up to the one that ends at `end`."""

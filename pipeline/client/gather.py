@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 
 from pipeline.batch.results import Completion
-from pipeline.client.follow import BLOCK_S, TURN_S, ResultReader
+from pipeline.client.follow import BLOCK_S, ResultReader
 from pipeline.client.patience import Patience
 from pipeline.errors import StateDamaged, UnknownRequest, WireError
 from pipeline.messages import Failure
 
-NUM_TURNS = 64  # at a time: leaves most connections to streams
+NUM_TURNS = 64  # at a time
+TURN_S = 0.25  # how long a turn is while others wait for theirs
 
 Outcome = Completion | Failure
 

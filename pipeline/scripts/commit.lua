@@ -134,21 +134,18 @@ end
 
 -- The claim names the last call that made something under it, and which of its transactions those were, as
 -- nonce:commit:1,2d,4 (2 was a duplicate). Sent again, that call finds its own name there, and what became of each.
-local function claim_of_this_call(t)
-  local claim = redis.call('HGET', t.claims, t.id)
+local function is_of_this_call(t)
   local prefix = t.nonce .. ':' .. commit .. ':'
-  return string.sub(claim, 1, #prefix) == prefix and claim or nil
+  return string.sub(t.claim, 1, #prefix) == prefix
 end
 
 local function sent_before(t)
-  local claim = claim_of_this_call(t)
-  local how = claim and string.match(claim .. ',', '[:,]' .. t.number .. '(d?),')
+  local how = is_of_this_call(t) and string.match(t.claim .. ',', '[:,]' .. t.number .. '(d?),')
   return how and (how == 'd' and 'duplicate' or 'ok')
 end
 
 local function note_made(t)
-  local claim = claim_of_this_call(t)
-  local made = claim and claim .. ',' or t.nonce .. ':' .. commit .. ':'
+  local made = is_of_this_call(t) and t.claim .. ',' or t.nonce .. ':' .. commit .. ':'
   redis.call('HSET', t.claims, t.id, made .. t.number .. (t.duplicate and 'd' or ''))
 end
 
@@ -196,7 +193,8 @@ end
 
 -- Returns an outcome if the transaction must not happen, and ends its entry where nobody can ever use it.
 local function refusal(t)
-  if not held(t.stream, t.claims, t.group, t.id, t.nonce, consumer) then
+  t.claim = held(t.stream, t.claims, t.group, t.id, t.nonce, consumer)
+  if not t.claim then
     return not_held(t)
   end
   local outcome = sent_before(t)

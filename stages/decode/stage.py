@@ -92,8 +92,7 @@ class DecodeStage:
                         raise
                     log.warning("server_lost", problem=str(error))  # leases run out, entries come again
         finally:
-            async with self._changed:
-                self._changed.notify_all()
+            await self._notify()
 
     async def _feed_one(self, stopping: asyncio.Event, drain: Drain) -> None:
         if not await self._wait_until(lambda: len(self._running) < self._limits.max_num_seqs):
@@ -132,9 +131,8 @@ class DecodeStage:
         if request is None:
             return None
         await faults.reach("decode.loaded")
-        async with self._changed:
-            self._running[request.key] = request
-            self._changed.notify_all()
+        self._running[request.key] = request
+        await self._notify()
         while suspect and request.key in self._running and not request.has_moved:
             await self._wait_until(lambda: request.has_moved or request.key not in self._running)
         return request
@@ -196,14 +194,14 @@ class DecodeStage:
     async def _retire(self, requests: Sequence[DecodeRequest]) -> list[tuple[Transaction, PrefilledPrompt]]:
         """Transactions of a step; requests that ended with it, or were lost meanwhile, leave their pages."""
         now = Stamp(boundary=FINISHED, at_us=now_us(), by=self._transport.consumer)
-        alive = [request for request in requests if request.key in self._running]
-        emissions = [(request.emission(now), request.message) for request in alive]
-        for request in requests:
-            if request.finish_reason is not None or request not in alive:
-                self._running.pop(request.key, None)
-                self._engine.cache.free(request.sequence.block_table)
-        async with self._changed:
-            self._changed.notify_all()
+        alive = {request.key for request in requests if request.key in self._running}
+        emissions = [(request.emission(now), request.message) for request in requests if request.key in alive]
+        over = [request for request in requests if request.finish_reason is not None or request.key not in alive]
+        for request in over:
+            self._running.pop(request.key, None)
+            self._engine.cache.free(request.sequence.block_table)
+        if over:
+            await self._notify()
         return emissions
 
     async def _emit(self, emissions: Sequence[tuple[Transaction, PrefilledPrompt]]) -> None:
@@ -213,12 +211,14 @@ class DecodeStage:
         outcomes = await self._commit([transaction for transaction, _ in emissions])
         await faults.reach("decode.emitted")
         over: list[PrefilledPrompt] = []
+        has_changed = False
         for (transaction, message), outcome in zip(emissions, outcomes, strict=True):
             key = key_of(transaction.delivery)
             if outcome in _KEPT and not transaction.ack:
-                if key in self._running:
-                    self._running[key].has_moved = True
+                if key in self._running and not self._running[key].has_moved:
+                    self._running[key].has_moved = has_changed = True
                 continue
+            has_changed = True
             self._leases.drop(transaction.delivery)
             if outcome in _OVER or outcome in _KEPT:
                 over.append(message)
@@ -226,8 +226,8 @@ class DecodeStage:
                 if outcome is Outcome.FENCED:  # else it was cancelled, which is nothing rare
                     self._counters.add(names.COMMITS_REFUSED)
                 log.info("request_dropped", request_id=transaction.request_id, outcome=outcome)
-        async with self._changed:
-            self._changed.notify_all()
+        if has_changed:
+            await self._notify()
         await self._admission.release(*over)
 
     async def _commit(self, transactions: Sequence[Transaction]) -> Sequence[Outcome]:
@@ -257,6 +257,11 @@ class DecodeStage:
             await self._transport.hand_back([request.delivery for request in requests])
         except ServerError as error:
             log.warning("not_handed_over", problem=str(error))  # their leases run out
+
+    async def _notify(self) -> None:
+        """Let those look again who wait for a condition; not after each step, because most change none."""
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition over running requests and pages, at most _BLOCK_S; whether it holds."""

@@ -448,7 +448,7 @@ RULES = {
         "local function sent_before(t)\n",
         "local function sent_before(t)\n  do return nil end\n",
     ),
-    "a claim is the newest one": ("if not same_claim(redis.call('HGET', claims, id), nonce) then", "if false then"),
+    "a claim is the newest one": ("if not same_claim(claim, nonce) then", "if false then"),
     "its own credit does not count against a request": ("if id == e.request_id then", "if false then"),
     "a credit counts while somebody works on its entry": ("if is_idle(t, e, credit) then", "if true then"),
     "a credit ends with its request": ("redis.call('HDEL', of[3], r.id)", ""),

@@ -22,7 +22,7 @@ from pipeline.messages import (
 )
 from pipeline.params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from pipeline.redis_calls import script_source
-from pipeline.redis_streams import RESULT_PAGE
+from pipeline.redis_results import RESULT_PAGE
 from pipeline.wire import COMPRESS_ABOVE_BYTES, SCHEMA_VERSION, unpack
 
 TEXT = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()

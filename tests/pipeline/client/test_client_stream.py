@@ -9,11 +9,10 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline.client import Client, Delta, Stalled, Terminal
-from pipeline.client import follow as follow_module
 from pipeline.connect import open_transport
 from pipeline.errors import InvalidRequest, ServerUnreachable, StateDamaged, UnknownRequest
 from pipeline.memory import MemoryQueues, MemoryTransport
-from pipeline.redis_streams import RESULT_PAGE
+from pipeline.redis_results import RESULT_PAGE
 from pipeline.settings import Settings
 from pipeline.transport import ResultEntry, Transport, TransportOptions
 from pipeline.wire import pack
@@ -114,24 +113,6 @@ async def test_slow_reader_costs_a_page_and_no_more(client: Client, stage: Trans
         assert counting.num_reads == 1
         await anext(stream)
         assert counting.num_reads == 2
-
-
-async def test_more_streams_than_connections_take_turns(
-    client: Client, stage: Transport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follow_module, "MAX_READS", 5)
-    monkeypatch.setattr(follow_module, "TURN_S", 0.01)
-    crowded = Client(client.transport, client.settings)
-    counting = Counting(client.transport)
-    submitted = [await client.enqueue(f"{number}", model="tiny") for number in range(40)]
-    readers = [asyncio.create_task(crowded.result(one.request_id)) for one in submitted]
-    for size in range(40):
-        work = await Work.taken(stage)
-        await work.emit(1 + size)
-        await work.finish()
-    results = await soon(asyncio.gather(*readers))
-    assert [len(result.token_ids) for result in results] == list(range(1, 41))
-    assert counting.most_under_way == 5
 
 
 async def test_unknown_request_is_an_error_and_not_a_wait(client: Client) -> None:
