@@ -27,7 +27,7 @@ from pipeline.settings import Settings
 from pipeline.transport import TransportOptions
 
 NUM_COMMAND_CONNECTIONS = 32
-NUM_READER_CONNECTIONS = MAX_READS + 8  # one for each stage that a process serves, and for looks that do not wait
+NUM_READER_CONNECTIONS = MAX_READS + 16  # one for each stage that a process serves, and for reads that do not wait
 NUM_PLAIN_CONNECTIONS = 4
 START_PATIENCE_S = 5.0  # a server that is restarted answers again in this time, and a person with a typo still waits
 

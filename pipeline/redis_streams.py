@@ -186,10 +186,10 @@ class RedisStreams:
     async def read_results(self, request_id: str, after: int, block_s: float) -> list[ResultEntry]:
         """Return entries after the first `after` tokens, waiting up to block_s for one; a page at a time."""
         stream = self._keys.results(request_id)
-        deadline = self._monotonic() + block_s
+        deadline = self._results.last_tick(block_s)
         while True:
-            slice_s = min(max(deadline - self._monotonic(), 0), BLOCK_SLICE_S)
-            if entries := await self._results.read(stream, after, slice_s):
+            until_s = min(deadline, self._results.last_tick(BLOCK_SLICE_S))
+            if entries := await self._results.read(stream, after, until_s):
                 return [_result_entry(entry_id, fields) for entry_id, fields in entries]
             if not await self._command("EXISTS", self._keys.request(request_id)):
                 raise UnknownRequest(request_id)
@@ -244,9 +244,9 @@ class RedisStreams:
         except ServerError as error:
             log.info("left_without_goodbye", problem=error.problem)  # all of it runs out by itself
         finally:
+            await self._results.end(TransportClosed(self._address))
             await self._readers.aclose()
             await self._commands.aclose()
-            await self._results.end()
 
     async def _take_leave(self) -> None:
         once = RedisCalls(self._commands, self._address, patience_s=0, monotonic=self._monotonic)

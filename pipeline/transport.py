@@ -17,12 +17,13 @@ happen once:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from pipeline.keys import LEASE_S, MAX_QUEUE, RESULT_TTL_S, Lane, Priority
 
 EndState = Literal["finished", "failed", "cancelled"]
 END_STATES: tuple[EndState, ...] = ("finished", "failed", "cancelled")
+AFTER_ALL: Final = 2**64 - 1  # a position in results that nothing but the terminal entry is behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +293,10 @@ class Transport(Protocol):
         ...
 
     async def commit(self, transactions: Sequence[Transaction]) -> list[Outcome]:
-        """Carry out transactions in order, in one round trip; a refused one does not touch the others."""
+        """Carry out transactions in order, in one round trip; a refused one does not touch the others.
+
+        One call at a time for a delivery: what makes a repeated call harmless is the name of the last one.
+        """
         ...
 
     async def hand_back(self, deliveries: Sequence[Delivery]) -> None:
@@ -312,6 +316,9 @@ class Transport(Protocol):
 
     async def read_results(self, request_id: str, after: int, block_s: float) -> list[ResultEntry]:
         """Return entries after the first `after` tokens, waiting up to block_s for one; a page at a time.
+
+        Any number of calls may wait. One that waits for the end, behind AFTER_ALL, may see it a quarter of a second
+        late.
 
         Raises:
             UnknownRequest: nothing is there and nothing will come.

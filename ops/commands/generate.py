@@ -61,18 +61,19 @@ async def _generate(model: str | None, wanted: Wanted, *, as_json: bool) -> int:
     settings = await with_model_of_stack(command_settings(model))
     ask = new_request(wanted, settings)
     async with await choose_stack(settings, {}, with_jobs=False) as stack:
-        on_delta = (lambda _: None) if as_json else _print_text
+        so_far: list[str] = []
+        on_delta = (lambda delta: so_far.append(delta.text)) if as_json else _print_text
         # Interrupted here, it is cancelled when the stack is left.
         answer = await stack.watched(stack.client().answer(ask, "interactive", on_delta))
     if as_json:
-        print(json.dumps(summary(answer), ensure_ascii=False))
+        print(json.dumps(summary(answer, "".join(so_far)), ensure_ascii=False))
     else:
         _finish_text(answer)
     return 0 if isinstance(answer.outcome, Completion) else EXIT_FAILED
 
 
-def summary(answer: Answer) -> dict[str, object]:
-    """Return an answer as the object that --json prints."""
+def summary(answer: Answer, so_far: str) -> dict[str, object]:
+    """Return an answer as the object that --json prints; so_far is the text of one that fails in the middle."""
     head: dict[str, object] = {
         "request_id": answer.submitted.request_id,
         "seed": answer.submitted.seed,
@@ -88,7 +89,7 @@ def summary(answer: Answer) -> dict[str, object]:
             "usage": outcome.usage.model_dump(),
             "error": None,
         }
-    return head | {"text": None, "finish_reason": "error", "error": outcome.model_dump()}
+    return head | {"text": so_far or None, "finish_reason": "error", "error": outcome.model_dump()}
 
 
 def _print_text(delta: Delta) -> None:

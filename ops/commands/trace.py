@@ -12,14 +12,13 @@ from ops.commands.common import execute
 from ops.finding import find_stack
 from ops.sampled import read_samples
 from ops.tracing.trace import TracedRequest, trace_of
-from pipeline.client.follow import AFTER_ALL
 from pipeline.connect import open_transport
 from pipeline.errors import InvalidRequest, SluiceError, UnknownRequest, WireError
 from pipeline.keys import MAX_FINISHED
 from pipeline.messages import Terminal
 from pipeline.samples import Sample
 from pipeline.settings import Settings, load_settings
-from pipeline.transport import Transport
+from pipeline.transport import AFTER_ALL, Transport
 from pipeline.wire import unpack
 
 EXAMPLES = """\b

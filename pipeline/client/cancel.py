@@ -6,12 +6,12 @@ Owns that entry. Knows nothing about stages.
 from typing import Literal
 
 from pipeline.boundaries import FINISHED
-from pipeline.client.follow import AFTER_ALL, ResultReader
+from pipeline.client.follow import ResultReader
 from pipeline.client.patience import Patience
 from pipeline.clock import now_us
 from pipeline.errors import UnknownRequest
 from pipeline.messages import Stamp, Terminal
-from pipeline.transport import Transport
+from pipeline.transport import AFTER_ALL, Transport
 from pipeline.wire import pack
 
 CancelOutcome = Literal["cancelled", "ended", "unknown"]

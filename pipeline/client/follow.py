@@ -8,17 +8,15 @@ a delta that it got never meets this.
 """
 
 from collections.abc import AsyncGenerator
-from typing import Final
 
 from pipeline.batch.results import Completion, outcome_of
 from pipeline.client.patience import Patience
 from pipeline.errors import StateDamaged
 from pipeline.messages import Delta, Failure, Terminal
-from pipeline.transport import ResultEntry, Transport
+from pipeline.transport import AFTER_ALL, ResultEntry, Transport
 from pipeline.wire import unpack
 
 BLOCK_S = 2.0  # how long one read waits; also how often the patience is looked at
-AFTER_ALL: Final = 2**64 - 1  # a position that nothing but the terminal entry is behind
 
 
 class ResultReader:

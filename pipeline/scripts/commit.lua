@@ -151,7 +151,8 @@ end
 
 -- A credit is `attempt:bytes` under the request's id. Until the prompt is computed, the stream and the id of the entry
 -- follow, each behind a space: while nobody works on that entry, the credit is only kept warm. Else a prefill that was
--- killed would leave a credit that keeps others waiting who stand before its entry in the queue.
+-- killed would leave a credit that keeps others waiting who stand before its entry in the queue. Only prefill takes
+-- credit, so the entry was delivered to the group of whoever asks.
 local function is_idle(t, e, credit)
   local stream, id = string.match(credit, ' (%S+) (%S+)$')
   if not stream then

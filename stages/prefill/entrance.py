@@ -54,7 +54,7 @@ class Entrance:
         self, delivery: Delivery, message: TokenizedPrompt, num_emitted: int, stopping: asyncio.Event
     ) -> bool:
         """Whether the prompt may be computed now; else it has failed, was handed back, or is not wanted any more."""
-        failure = self._refusal(message, num_emitted)
+        failure = self._refusal(message, num_emitted, await self._room.max_pages())
         if failure is not None:
             end = fail(failure, message.stamps, delivery.consumer)
             await self._release_gone(message, await commit_one(self._transport, delivery, message, end, ack=True))
@@ -67,13 +67,17 @@ class Entrance:
             await asyncio.to_thread(release_all, self._pool, message.request_id, message.attempt)
         return outcome is Outcome.OK
 
-    def _refusal(self, message: TokenizedPrompt, num_emitted: int) -> Failure | None:
-        """Why this stack can never compute the request, if so."""
+    def _refusal(self, message: TokenizedPrompt, num_emitted: int, decode_pages: int) -> Failure | None:
+        """Why this stack cannot compute the request, if so."""
         num_prompt = len(message.prompt_token_ids)
         wanted = pages_for(num_prompt + max(num_emitted - 1, 0))
         if wanted > self._cache.num_pages:
             problem = f"needs {wanted} pages of KV cache, and prefill has {self._cache.num_pages}"
             return Failure(stage="prefill", code="kv_cache_too_small", message=problem, retryable=False)
+        wanted = pages_for(num_prompt + message.max_tokens)
+        if message.max_tokens > 1 and wanted > decode_pages > 0:
+            problem = f"needs {wanted} pages of KV cache, and the largest decode process has {decode_pages}"
+            return Failure(stage="prefill", code="kv_cache_too_small", message=problem, retryable=True)  # one may come
         needed = self._bytes_for(message, num_emitted)
         if message.max_tokens > 1 and needed > self._pool.quota_bytes:
             problem = f"its KV takes {needed} bytes, and the pool has {self._pool.quota_bytes}"

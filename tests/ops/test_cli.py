@@ -14,7 +14,11 @@ from typer.testing import CliRunner, Result
 
 from ops.cli import app
 from ops.commands.asking import Wanted, new_request
+from ops.commands.generate import summary
+from pipeline.client.answers import Answer, Timing
+from pipeline.client.asks import Submitted
 from pipeline.errors import InvalidRequest
+from pipeline.messages import Failure, Terminal
 from pipeline.settings import Settings
 from tests.ops.answering import FAIL_WORD, HANG_WORD
 from tests.ops.command_line import COMMAND, line_with, sluice_process
@@ -258,6 +262,14 @@ def test_generate_prints_one_object_as_json(sluice: Sluice) -> None:
     assert answer["text"] == "HELLO THERE seed 3"
     assert (answer["seed"], answer["token_ids"], answer["finish_reason"]) == (3, [0, 1], "stop")
     assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_what_came_before_a_failure_is_in_the_json() -> None:
+    failure = Failure(stage="decode", code="deadline", message="too late", retryable=True)
+    terminal = Terminal(finish_reason="error", failure=failure)
+    answer = Answer(Submitted("r", 3, 0, 0.0), failure, Timing(0.0), terminal, 1.0)
+    assert summary(answer, "Once upon")["text"] == "Once upon"
+    assert summary(answer, "")["text"] is None
 
 
 def test_generate_that_fails_says_why(sluice: Sluice) -> None:

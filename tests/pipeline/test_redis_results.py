@@ -12,7 +12,7 @@ from pipeline.errors import ServerRefused, TransportClosed
 from pipeline.keys import Keys
 from pipeline.redis_calls import read_stream
 from pipeline.redis_results import MIN_PAGE
-from pipeline.transport import Accepted, Delivery, Emit, Finish, Outcome, ResultEntry, Transaction, Transport
+from pipeline.transport import AFTER_ALL, Accepted, Delivery, Emit, Finish, Outcome, ResultEntry, Transaction, Transport
 from tests.ops.waiting import holds
 from tests.pipeline.benches import DEADLINE_S, RedisBench, soon, take
 
@@ -122,6 +122,54 @@ async def test_two_readers_of_one_request_each_get_what_is_behind_them(redis_ben
     assert await offsets([ahead]) == [[2]]
 
 
+async def test_readers_at_the_same_place_are_one_stream_of_a_read(redis_bench: RedisBench, reads: list[int]) -> None:
+    transport = await redis_bench.join()
+    work = await Work.of(transport, 1)
+    readers = [reading(transport, "r0") for _ in range(100)]
+    await soon(holds(lambda: bool(reads)))
+    await work.emit("r0")
+    assert await offsets(readers) == [[1]] * 100
+    assert set(reads) == {1}
+
+
+async def test_tokens_of_one_do_not_cost_a_read_of_all_who_wait(
+    redis_bench: RedisBench, monkeypatch: pytest.MonkeyPatch, reads: list[int]
+) -> None:
+    monkeypatch.setattr(redis_results, "TICK_S", 1000.0)
+    transport = await redis_bench.join()
+    work = await Work.of(transport, 20)
+    quiet = [reading(transport, name) for name in work.ids[1:]]
+    await soon(holds(lambda: reads == [19]))
+    for index in range(3):
+        reader = reading(transport, "r0", after=index)
+        await work.emit("r0", first_index=index)
+        assert await offsets([reader]) == [[index + 1]]
+    assert reads == [19, 1, 1, 1]
+    await work.emit("r1")  # one of the quiet ones is answered, and the others go on without it
+    assert await offsets(quiet[:1]) == [[1]]
+    await soon(holds(lambda: reads[4:] == [18]))
+
+
+async def test_who_waits_for_the_end_only_is_no_burden_on_each_token(
+    redis_bench: RedisBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[int | None] = []
+
+    async def seen(readers: Redis, after: Mapping[str, str | bytes], count: int, block_ms: int | None) -> list[Any]:
+        blocks.append(block_ms)
+        return await read_stream(readers, after, count, block_ms)
+
+    monkeypatch.setattr(redis_results, "read_stream", seen)
+    transport = await redis_bench.join()
+    work = await Work.of(transport, 2)
+    readers = [reading(transport, name, after=AFTER_ALL) for name in work.ids]
+    await soon(holds(lambda: bool(blocks)))
+    for name in work.ids:
+        await work.finish(name, Emit(b"token", 0, 1))
+    assert await offsets(readers) == [[None]] * 2
+    assert set(blocks) == {None}
+
+
 @pytest.mark.parametrize(("num_reads", "num_streams"), [(1, 1), (1, 3), (2, 2)])
 async def test_more_readers_than_reads_take_turns(
     redis_bench: RedisBench, raw_redis: Any, monkeypatch: pytest.MonkeyPatch, num_reads: int, num_streams: int
@@ -149,6 +197,28 @@ async def test_a_key_that_is_no_stream_is_refused_to_its_reader_alone(
         await soon(readers.pop("r1"))
     await work.emit(*readers)
     assert await offsets(list(readers.values())) == [[1]] * 3
+
+
+async def test_a_refusal_is_not_taken_for_that_of_a_neighbour_who_has_left(
+    redis_bench: RedisBench, raw_redis: Any, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, left = asyncio.Event(), asyncio.Event()
+
+    async def slow(*words: Any) -> list[Any]:
+        sent.set()
+        await left.wait()
+        return await read_stream(*words)
+
+    monkeypatch.setattr(redis_results, "read_stream", slow)
+    transport = await redis_bench.join()
+    work = await Work.of(transport, 2)
+    await raw_redis.set(Keys(namespace).results("r1"), "not a stream")
+    good, bad = reading(transport, "r0"), reading(transport, "r1")
+    await soon(sent.wait())
+    bad.cancel()
+    left.set()
+    await work.emit("r0")
+    assert await offsets([good]) == [[1]]
 
 
 async def test_long_results_that_are_read_together_come_in_pages(redis_bench: RedisBench) -> None:
@@ -191,7 +261,9 @@ async def test_closing_ends_all_who_wait(
     work = await Work.of(transport, 5)
     readers = [reading(transport, name) for name in work.ids]
     await soon(blocked(raw_redis, 1))
-    await transport.close()
-    for reader in readers:
-        with pytest.raises(TransportClosed):
-            await soon(reader)
+    await soon(transport.close())
+    errors = await soon(asyncio.gather(*readers, return_exceptions=True))
+    assert {type(error) for error in errors} == {TransportClosed}
+    assert len({id(error) for error in errors}) == 5, "one that is raised in five places has the frames of all"
+    with pytest.raises(TransportClosed):
+        await soon(transport.read_results("r0", 0, LONG_S))

@@ -126,14 +126,19 @@ async def test_requests_wait_for_pages_in_turn(line: Line) -> None:
     assert [answer.result for answer in answers] == [result_alone(line, message) for message in messages]
 
 
-async def test_a_request_that_no_decode_process_has_pages_for_fails_and_others_go_on(line: Line) -> None:
-    await line.submit("large", prompt_of(CHUNK_TOKENS), NUM_PAGES * CHUNK_TOKENS)
+@pytest.mark.parametrize(("num_pages", "stage"), [(NUM_PAGES, "prefill"), (2, "decode")])
+async def test_a_request_that_a_decode_process_has_no_pages_for_fails_and_others_go_on(
+    line: Line, num_pages: int, stage: str
+) -> None:
+    """Before it is computed, where none has them; a process that has fewer than others says so itself."""
+    line.num_pages = num_pages  # of the process; NUM_PAGES are announced
+    await line.submit("large", prompt_of(CHUNK_TOKENS), num_pages * CHUNK_TOKENS)
     message = await line.submit("small", prompt_of(5), 4)
     async with line.running(*ALL):
         failure = (await line.answer("large")).failure
         answer = await line.answer("small")
-    assert (failure.stage, failure.code, failure.retryable) == ("decode", "kv_cache_too_small", False)
-    assert f"needs {NUM_PAGES + 1} pages" in failure.message
+    assert (failure.stage, failure.code, failure.retryable) == (stage, "kv_cache_too_small", stage == "prefill")
+    assert f"needs {num_pages + 1} pages of KV cache" in failure.message
     assert answer.result == result_alone(line, message)
     line.assert_nothing_left()
 
