@@ -139,9 +139,10 @@ async def record_of(raw: Redis, settings: Settings) -> BatchRecord:
 
 
 def finished_so_far(settings: Settings, target: Path) -> list[bytes]:
-    """The lines that are on the disk, as they will be in the output."""
+    """The whole lines that are on the disk, as they will be in the output; a killed process may leave half a one."""
     directory = BatchDirectory(settings.home / "batches" / directory_name(target))
-    return lines_of(directory.finished_lines)
+    data = directory.finished_lines.read_bytes()
+    return data[: data.rfind(b"\n") + 1].splitlines()
 
 
 def is_whole(target: Path, settings: Settings, kept: list[list[bytes]]) -> None:
