@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import structlog
-import uvloop
 
 from kv_store.codecs.registry import UnknownCodecError
 from kv_store.errors import KvStoreError
@@ -100,7 +99,7 @@ async def stage_process(
 
 def run_stage(stage: str, serve: Callable[[Settings], Coroutine[Any, Any, None]]) -> None:
     """Read the settings, serve until stopped, and explain an end that the operator can mend."""
-    _run(stage, lambda settings: uvloop.run(serve(settings)))
+    _run(stage, lambda settings: asyncio.run(serve(settings)))
 
 
 def run_engine_stage(stage: str, serve: Callable[[Settings, socket.socket], Coroutine[Any, Any, None]]) -> None:
@@ -111,7 +110,7 @@ def run_engine_stage(stage: str, serve: Callable[[Settings, socket.socket], Coro
 
     def run(settings: Settings) -> None:
         line = fork_heartbeat(settings)  # while there are neither threads nor an engine
-        uvloop.run(serve(settings, line))
+        asyncio.run(serve(settings, line))
 
     _run(stage, run)
 
