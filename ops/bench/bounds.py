@@ -88,7 +88,7 @@ def verdicts(usual: Flooded, slowed: Flooded, bounded: Sequence[Bounded]) -> str
     lines = (
         f"a step of decode: {usual.step_ms:.0f} ms, slowed {slowed.step_ms:.0f} ms",
         f"door: {offered} requests came, {slowed.num_accepted} were accepted, {slowed.num_refused} were told to come "
-        f"again (429): {'ok' if slowed.num_refused else 'NEVER BUSY, so this was no flood'}",
+        f"again: {'ok' if slowed.num_refused else 'NEVER BUSY, so this was no flood'}",
         f"ended meanwhile: {slowed.num_ended}",
     )
     return "\n\n".join((markdown_table(("series", "most", "bound", "kind", "verdict"), rows), "\n".join(lines)))
