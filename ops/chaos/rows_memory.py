@@ -187,5 +187,10 @@ async def _small_file_system(size_bytes: int) -> AsyncIterator[Path]:
 ROWS = [
     Row("F19", "shared memory full, by quota and by file system", "prefill waits on credits; no SIGBUS", f19),
     Row("F20", "a blob deleted, cut, exchanged or one bit flipped", "never a wrong token; recomputed, counted", f20),
-    Row("F28", "decode much slower than prefill for long", "prefill waits; the pool stays under its cap; the door refuses", f28),
+    Row(
+        "F28",
+        "decode much slower than prefill for long",
+        "prefill waits; the pool stays under its cap; the door refuses",
+        f28,
+    ),
 ]
