@@ -11,6 +11,7 @@ is cancelled there would go on for ever.
 
 import asyncio
 import hashlib
+import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.resources import files
@@ -120,10 +121,12 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, answers) or isinstance(error.__cause__, answers)
 
 
-async def read_stream(readers: Redis, after: Mapping[str, str | bytes], count: int, block_ms: int | None) -> list[Any]:
+async def read_stream(readers: Redis, after: Mapping[str, str | bytes], count: int, block_s: float | None) -> list[Any]:
     """Return [stream, [(id, fields)]] of streams that have entries after an id; None does not wait."""
     xread = cast("Any", readers.xread)  # pyright: ignore[reportUnknownMemberType]
-    async with asyncio.timeout(ANSWER_TIMEOUT_S):  # far above any block_ms
+    # Rounded up, because just before its time nobody is done waiting; and 0 would be for ever.
+    block_ms = None if block_s is None else max(1, math.ceil(1000 * block_s))
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):  # far above any block_s
         return cast("list[Any]", await xread(after, count=count, block=block_ms) or [])
 
 

@@ -8,7 +8,6 @@ max_items hold exactly, and an entry can never be delivered to a waiter that has
 """
 
 import asyncio
-import math
 import secrets
 from typing import Any
 
@@ -95,9 +94,8 @@ class StageReceiver:
     async def _wait(self, bells: list[bytes], left_s: float) -> bool:
         """Wait for a new entry; whether there is one."""
         slice_s = min(left_s, BLOCK_SLICE_S, self._options.lease_s / SWEEPS_PER_LEASE)
-        block_ms = max(1, math.ceil(1000 * slice_s))  # 0 would be for ever
         try:
-            return bool(await read_stream(self._readers, dict(zip(self.streams, bells, strict=True)), 1, block_ms))
+            return bool(await read_stream(self._readers, dict(zip(self.streams, bells, strict=True)), 1, slice_s))
         except LOST:
             await asyncio.sleep(FAILED_WAIT_PAUSE_S)
             return False

@@ -15,7 +15,6 @@ tick of the clock at the latest; whoever got nothing goes on with the others of 
 
 import asyncio
 import contextvars
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +111,7 @@ class ResultReads:
             entries = await self._ask(_Wait(stream, AFTER_ALL, now))
             if entries or now >= until_s:
                 return entries
-            await asyncio.sleep(min(until_s - now, TICK_S - now % TICK_S))
+            await asyncio.sleep(self._pause_s(until_s))
 
     async def _ask(self, wait: _Wait) -> list[Entry]:
         if wait.until_s <= self._monotonic():
@@ -149,14 +148,13 @@ class ResultReads:
     async def _read(self, group: _Group, waits: _Waits) -> Reply:
         after: dict[str, str | bytes] = {stream: f"0-{place}" for stream, place in waits}
         count = min(RESULT_PAGE, max(MIN_PAGE, ENTRIES_PER_READ // len(waits)))
-        block_ms = self._block_ms(waits) if group.blocks else None
-        return await self._calls.call(lambda: read_stream(self._readers, after, count, block_ms), "read_results")
+        block_s = self._pause_s(min(wait.until_s for wait in _callers(waits))) if group.blocks else None
+        return await self._calls.call(lambda: read_stream(self._readers, after, count, block_s), "read_results")
 
-    def _block_ms(self, waits: _Waits) -> int:
-        """Up to the tick, or the first end of a wait; rounded up, because just before it nobody would be done."""
+    def _pause_s(self, until_s: float) -> float:
+        """Up to the tick, or to this end of a wait if that is sooner."""
         now = self._monotonic()
-        until_s = min(wait.until_s for wait in _callers(waits))
-        return max(1, math.ceil(1000 * min(TICK_S - now % TICK_S, until_s - now)))  # 0 would be for ever
+        return min(TICK_S - now % TICK_S, until_s - now)
 
     def _finish(self, task: asyncio.Task[Reply]) -> None:
         group, waits = self._reads.pop(task)

@@ -297,8 +297,8 @@ class BatchStore:
     async def wait_done(self, batch_id: str, after: str, num: int, block_s: float) -> list[DoneLine]:
         """Return lines that ended and were not collected, after an entry; waits up to block_s for the first."""
         stream = self.keys.batch_done(batch_id)
-        block_ms = round(1000 * block_s) or None
-        reply = await self._calls.call(lambda: read_stream(self._client, {stream: after}, num, block_ms), "wait_done")
+        wait_s = block_s or None
+        reply = await self._calls.call(lambda: read_stream(self._client, {stream: after}, num, wait_s), "wait_done")
         if not reply:
             return []
         return [DoneLine(entry_id.decode(), int(fields[b"line"])) for entry_id, fields in reply[0][1]]

@@ -153,11 +153,11 @@ async def test_tokens_of_one_do_not_cost_a_read_of_all_who_wait(
 async def test_who_waits_for_the_end_only_is_no_burden_on_each_token(
     redis_bench: RedisBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks: list[int | None] = []
+    blocks: list[float | None] = []
 
-    async def seen(readers: Redis, after: Mapping[str, str | bytes], count: int, block_ms: int | None) -> list[Any]:
-        blocks.append(block_ms)
-        return await read_stream(readers, after, count, block_ms)
+    async def seen(readers: Redis, after: Mapping[str, str | bytes], count: int, block_s: float | None) -> list[Any]:
+        blocks.append(block_s)
+        return await read_stream(readers, after, count, block_s)
 
     monkeypatch.setattr(redis_results, "read_stream", seen)
     transport = await redis_bench.join()
